@@ -1,0 +1,63 @@
+"""A generation: one agreed (members, parallel config, placement), numbered 1, 2, 3 ..."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.topology import Placement, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation, as it is written once to ``generations/<id>``.
+
+    `placement`: virtual rank -> slot. `store`: ``host:port`` of the TCPStore that this generation meets at, under the
+    prefix ``gen<id>``. `previous`: the generation whose state is migrated, or 0 where every worker starts anew.
+    `reason`: for people.
+    """
+
+    id: int
+    config: ParallelConfig
+    placement: Placement
+    store: str
+    previous: int
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.placement) != self.config.num_ranks:
+            raise ValueError(f"{self.config} has {self.config.num_ranks} ranks, the placement {len(self.placement)}")
+        if len(set(self.placement)) != len(self.placement):
+            raise ValueError(f"the placement of generation {self.id} gives one slot to two ranks")
+
+    @property
+    def is_fresh(self) -> bool:
+        """Every worker process starts anew, as under torchrun; nothing is migrated."""
+        return self.previous == 0
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of the placement, each once, in the order of their first virtual rank."""
+        return tuple(dict.fromkeys(slot.node for slot in self.placement))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "config": str(self.config),
+            "placement": [str(slot) for slot in self.placement],
+            "store": self.store,
+            "previous": self.previous,
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        return cls(
+            id=value["id"],
+            config=ParallelConfig.parse(value["config"]),
+            placement=tuple(Slot.parse(text) for text in value["placement"]),
+            store=value["store"],
+            previous=value["previous"],
+            reason=value["reason"],
+        )
