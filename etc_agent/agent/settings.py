@@ -1,0 +1,147 @@
+"""What one `etc-run` was asked to do: command line, environment and job file already merged and checked.
+
+`launcher.job` and `launcher.run` build a `JobSettings`; the agent only reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from etc_agent.parallel.config import ParallelConfig
+
+_NO_ENV: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdSettings:
+    """Where etcd is and who we are to it.
+
+    `endpoints`: ``host:port`` or ``https://host:port``, tried in turn; empty only with ``--standalone``, where the
+    agent starts a private etcd. `prefix`: all keys lie under ``<prefix>/<run_id>/``. `ca_file`, `cert_file`,
+    `key_file`: PEM files; `ca_file` alone turns TLS on. `password` is kept out of the repr, hence out of logs.
+    """
+
+    endpoints: tuple[str, ...] = ()
+    prefix: str = "/etc-run"
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long each wait may take, in seconds.
+
+    `lease_s`: a silent node is taken for lost after this. `settle_s`: after a membership change, wait this long for
+    more of them. `join_s`: for the smallest number of nodes to be present, at start or after a loss. `start_s`: for a
+    new worker process to say hello. `prepare_s`: for all workers to have a generation prepared. `switch_s`: from
+    *armed* to the last worker's report. `drain_s`: for a draining node to hand over its state when no deadline is
+    given. `shutdown_grace_s`: between SIGTERM and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included.
+    """
+
+    lease_s: float = 10.0
+    settle_s: float = 1.0
+    join_s: float = 900.0
+    start_s: float = 120.0
+    prepare_s: float = 300.0
+    switch_s: float = 1800.0
+    drain_s: float = 300.0
+    shutdown_grace_s: float = 30.0
+    etcd_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The sizes of the model that bound its parallel configs. None: not told, not checked."""
+
+    layers: int | None = None
+    heads: int | None = None
+    hidden: int | None = None
+
+    def refusal(self, config: ParallelConfig) -> str | None:
+        """Why the model cannot be run under `config`, in one line; None where nothing speaks against it."""
+        if self.layers is not None and config.pp > self.layers:
+            return f"{self.layers} layers cannot fill pp={config.pp} stages; choose pp up to {self.layers}"
+        for name, size in (("heads", self.heads), ("hidden units", self.hidden)):
+            if size is not None and size % config.tp:
+                return f"{size} {name} cannot be divided over tp={config.tp}; choose tp from {_divisors(size)}"
+        return None
+
+
+def _divisors(number: int, show: int = 8) -> str:
+    found = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return ", ".join(found if len(found) <= show else [*found[:show], "..."])
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """One job, as seen from one node.
+
+    `entrypoint`, `args`: as torchrun's `config_from_args` yields them; `entrypoint` is an executable, or a function
+    under ``--run-path`` and `launcher.elastic_launch`. `launch_config` is torchrun's `LaunchConfig` of the same
+    arguments (LogsSpecs, start method, NUMA binding, signals, log filters ...), typed Any because this module imports
+    no torch. `num_slots`: workers per node. `standalone`: this node is the whole job and starts its own etcd.
+    `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that may be
+    chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks. `node_rank`: only
+    where the user gave one. `env`: added to every worker's environment.
+    """
+
+    entrypoint: str | Callable[..., Any]
+    args: tuple[Any, ...]
+    launch_config: Any
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    num_slots: int
+    local_addr: str | None = None
+    node_rank: int | None = None
+    standalone: bool = False
+    etcd: EtcdSettings = field(default_factory=EtcdSettings)
+    parallel: ParallelConfig | None = None
+    allowed: tuple[ParallelConfig, ...] | None = None
+    pack: bool | None = None
+    model: ModelFacts = field(default_factory=ModelFacts)
+    global_batch: int | None = None
+    max_restarts: int = 0
+    monitor_interval_s: float = 0.1
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    env: Mapping[str, str] = _NO_ENV
+
+    def refusal(self, config: ParallelConfig) -> str | None:
+        """Why this job can never run under `config`, however many nodes come; None where it may."""
+        return config_refusal(
+            config, num_slots=self.max_nodes * self.num_slots, allowed=self.allowed, model=self.model,
+            global_batch=self.global_batch,
+        )
+
+
+def config_refusal(
+    config: ParallelConfig,
+    *,
+    num_slots: int,
+    allowed: tuple[ParallelConfig, ...] | None,
+    model: ModelFacts,
+    global_batch: int | None,
+) -> str | None:
+    """Why a job bounded by these facts can never run under `config`, in one line; None where it may.
+
+    `num_slots`: of all nodes that the job admits, together.
+    """
+    if config.num_ranks > num_slots:
+        return f"{config} needs {config.num_ranks} workers, the job admits {num_slots} (nodes x workers per node)"
+    if allowed is not None and config not in allowed:
+        return f"{config} is not among the allowed configs: {', '.join(map(str, allowed))}"
+    if (reason := model.refusal(config)) is not None:
+        return f"{config}: {reason}"
+    if global_batch is not None and global_batch % config.dp:
+        return (
+            f"{config}: a global batch of {global_batch} cannot be divided over dp={config.dp}; "
+            f"choose dp from {_divisors(global_batch)}"
+        )
+    return None
