@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from etc_agent.parallel.config import ParallelConfig
-
-_NO_ENV: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ class JobSettings:
     max_restarts: int = 0
     monitor_interval_s: float = 0.1
     timeouts: Timeouts = field(default_factory=Timeouts)
-    env: Mapping[str, str] = _NO_ENV
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, config: ParallelConfig) -> str | None:
         """Why this job can never run under `config`, however many nodes come; None where it may."""
