@@ -1,0 +1,85 @@
+"""What a training state holds beside tensors: schedule, scaler, hyperparameters, the script's extras. And RNG streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.json_values import Json, decode, encode
+from etc_agent.integrations.train_state import TrainState
+
+
+def host_state(state: TrainState) -> dict[str, Json]:
+    """Everything of `state` that is not a tensor, as a JSON-able dict: equal on every rank, so one rank's is enough.
+
+    Raises:
+        EtcError: a value cannot be written as JSON; the message names its key.
+    """
+    groups = state.optimizer.param_groups if state.optimizer is not None else []
+    hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return {
+        "scheduler": encode(state.scheduler.state_dict() if state.scheduler is not None else None, "scheduler"),
+        "scaler": encode(state.scaler.state_dict() if state.scaler is not None else None, "scaler"),
+        "param_groups": encode(hyperparameters, "param_groups"),
+        "extras": encode({name: extra.state_dict() for name, extra in state.extras.items()}, "extras"),
+    }
+
+
+def load_host_state(state: TrainState, value: dict[str, Json]) -> None:
+    """Put what `host_state` returned, also after a trip through JSON, into a state of another generation.
+
+    Raises:
+        EtcError: the two generations' states differ in kind (a scheduler only in one, another number of groups ...).
+    """
+    carried = {key: decode(item) for key, item in value.items()}
+    groups = state.optimizer.param_groups if state.optimizer is not None else []
+    if len(carried["param_groups"]) != len(groups):
+        raise EtcError(
+            f"the optimizer has {len(groups)} parameter groups here and {len(carried['param_groups'])} where the state "
+            "comes from; build() must make the same groups in every generation and on every rank"
+        )
+    if set(carried["extras"]) != set(state.extras):
+        raise EtcError(
+            f"extras are {sorted(state.extras)} here and {sorted(carried['extras'])} where the state comes from; "
+            "build() must name the same extras in every generation"
+        )
+    for name, target in (("scheduler", state.scheduler), ("scaler", state.scaler)):
+        if (target is None) != (carried[name] is None):
+            raise EtcError(f"build() must make a {name} in every generation and on every rank, or in none")
+        if target is not None:
+            target.load_state_dict(carried[name])
+    for name, extra in state.extras.items():
+        extra.load_state_dict(carried["extras"][name])
+    # Last: loading a scheduler may write learning rates, and the carried ones are the truth.
+    for group, hyperparameters in zip(groups, carried["param_groups"], strict=True):
+        for key, hyperparameter in hyperparameters.items():
+            _set(group, key, hyperparameter)
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """The state of torch's generators that training on `device` draws from: the CPU's, then the device's own.
+
+    Returns a 1-dim uint8 tensor on the CPU, of one length for one kind of device.
+    """
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def set_rng_state(device: torch.device, value: torch.Tensor) -> None:
+    """Restore what `rng_state` returned."""
+    num_host_bytes = len(torch.get_rng_state())
+    torch.set_rng_state(value[:num_host_bytes])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(value[num_host_bytes:], device)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Tensor hyperparameters (a capturable learning rate) keep their identity: compiled steps refer to them."""
+    if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+        group[key].copy_(value)
+    else:
+        group[key] = value

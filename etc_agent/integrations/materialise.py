@@ -1,0 +1,84 @@
+"""From meta tensors to real ones, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.optimizer_state import as_dtensor, reset_optimizer_state
+from etc_agent.integrations.tensors import named_tensors, shard_of
+from etc_agent.integrations.train_state import TrainState
+from etc_agent.state.layout import Shard
+
+Provide = Callable[[Shard, torch.Tensor], torch.Tensor]
+"""(shard, its meta local tensor) -> a real plain tensor of the same shape and dtype: new, or shared storage."""
+
+
+def materialise(state: TrainState, provide: Provide) -> None:
+    """Replace every meta tensor of `state` by a real one whose local part `provide` gives.
+
+    Tensor objects keep their identity (`torch.utils.swap_tensors`), so the optimizer's groups and state, tied
+    parameters and pipeline stages go on referring to the right ones. Hooks on the tensors themselves
+    (``register_hook``, ``register_post_accumulate_grad_hook``) are lost: add them after.
+
+    Raises:
+        EtcError: a tensor is given with another shape or dtype, or is still on the meta device at the end; the message
+            names it.
+    """
+    for name, tensor in named_tensors(state).items():
+        if tensor.device.type == "meta":
+            local = provide(shard_of(name, tensor), _meta_local(tensor))
+            _check_local(name, tensor, local)
+            torch.utils.swap_tensors(tensor, _wrapped(local.detach(), tensor))
+    _refuse_meta(state)
+
+
+def initialise(state: TrainState) -> None:
+    """Start a job anew on a materialised `state`: initial optimizer state, then the script's own `init`."""
+    reset_optimizer_state(state)
+    if state.init is not None:
+        with torch.no_grad():
+            state.init(state)
+
+
+def _meta_local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _check_local(name: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
+    expected = _meta_local(tensor)
+    if local.shape != expected.shape or local.dtype != expected.dtype or local.device.type == "meta":
+        raise EtcError(
+            f"{name} was given {local.dtype} {tuple(local.shape)} on {local.device}; "
+            f"expected {expected.dtype} {tuple(expected.shape)} on a real device"
+        )
+
+
+def _wrapped(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`local` as the kind of tensor that `like` is: parameter or not, DTensor or not."""
+    tensor = as_dtensor(local, like) if isinstance(like, DTensor) else local
+    if isinstance(like, nn.Parameter):
+        if isinstance(like, DTensor) or type(like) is nn.Parameter:
+            tensor = nn.Parameter(tensor, requires_grad=like.requires_grad)
+        else:
+            tensor = torch.Tensor._make_subclass(type(like), tensor, like.requires_grad)
+    for attribute, value in vars(like).items():
+        vars(tensor).setdefault(attribute, value)
+    return tensor
+
+
+def _refuse_meta(state: TrainState) -> None:
+    left = [name for name, tensor in named_tensors(state).items() if tensor.device.type == "meta"]
+    for prefix, module in state.model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                left.append(f"model.{prefix}.{attribute}" if prefix else f"model.{attribute}")
+    if left:
+        raise EtcError(
+            f"{', '.join(left)} would stay on the meta device; "
+            "register tensors of a module as parameters or with register_buffer"
+        )

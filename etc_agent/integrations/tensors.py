@@ -1,0 +1,93 @@
+"""The named tensors of a training state, and the boxes that this rank's parts of them fill.
+
+Names are global: ``model.<fqn>`` for parameters and buffers, ``optimizer.<fqn>.<key>`` for optimizer state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.train_state import TrainState
+from etc_agent.state.boxes import Box, whole
+from etc_agent.state.layout import LogicalTensor, Shard
+
+
+def shards_of(state: TrainState) -> dict[Shard, torch.Tensor]:
+    """Every tensor that this rank holds: its shard of the logical tensor -> the local plain tensor.
+
+    The local tensors are live views (or meta tensors) of the box's shape. Replicas are listed on every rank that has
+    one. A tied parameter is listed once, under the first of its names. Empty shards are listed with empty boxes.
+
+    Raises:
+        EtcError: the optimizer holds a parameter that the model does not, or state that is no box of its parameter.
+    """
+    return {shard_of(name, tensor): local_tensor(tensor) for name, tensor in named_tensors(state).items()}
+
+
+def named_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """Parameters, buffers (the non-persistent ones too) and optimizer state by global name, DTensors as they are."""
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": param for name, param in state.model.named_parameters()}
+    tensors |= {f"model.{name}": buffer for name, buffer in state.model.named_buffers()}
+    if state.optimizer is not None:
+        for name, param in optimizer_parameters(state.model, state.optimizer).items():
+            for key, value in state.optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    _check_box(f"optimizer.{name}.{key}", value, param)
+                    tensors[f"optimizer.{name}.{key}"] = value
+                elif value is not None:
+                    raise EtcError(
+                        f"optimizer state {name}.{key} is a {type(value).__name__}; "
+                        f"{type(state.optimizer).__name__} cannot be moved, since only tensors (or None) can"
+                    )
+    return tensors
+
+
+def optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer updates, by fully qualified name, in the order of its groups."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if id(param) not in names:
+            raise EtcError(
+                f"the optimizer updates a parameter of shape {tuple(param.shape)} that the model does not have; "
+                "give the optimizer the parameters of TrainState.model"
+            )
+    return {names[id(param)]: param for param in params}
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind `tensor`, sharing its storage and outside autograd."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def shard_of(name: str, tensor: torch.Tensor) -> Shard:
+    """The shard of the logical tensor `name` that this rank's `tensor` is."""
+    shape = tuple(tensor.shape)
+    logical = LogicalTensor(name, shape, str(tensor.dtype).removeprefix("torch."), tensor.dtype.itemsize)
+    if not isinstance(tensor, DTensor):
+        return Shard(logical, whole(shape))
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise EtcError(f"{name} has placements {tensor.placements}; a partial sum is not state, redistribute it first")
+    local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(local_shape) != tuple(tensor._local_tensor.shape):
+        raise EtcError(
+            f"{name} has the local shape {tuple(tensor._local_tensor.shape)}, but {tensor.placements} of {shape} "
+            f"over a mesh of {tuple(tensor.device_mesh.shape)} give {tuple(local_shape)}; use distribute_tensor"
+        )
+    return Shard(logical, Box(tuple(offset), tuple(local_shape)))
+
+
+def _check_box(name: str, value: torch.Tensor, param: torch.Tensor) -> None:
+    """A plain tensor beside a sharded parameter is a replica only where it cannot depend on the sharding."""
+    if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
+        sharded = any(not placement.is_replicate() for placement in param.placements)
+        if sharded:
+            raise EtcError(
+                f"{name} of shape {tuple(value.shape)} belongs to a sharded parameter of local shape "
+                f"{tuple(param._local_tensor.shape)}; only state of the parameter's shape, or scalars, can be moved"
+            )

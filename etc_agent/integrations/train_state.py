@@ -1,0 +1,40 @@
+"""TrainState: what a training script hands to the session, once per generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class Stateful(Protocol):
+    """Anything whose JSON-able state travels with the job, such as a curriculum or a dataset cursor."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class TrainState:
+    """This rank's part of a training job.
+
+    `model`: its parameters' and buffers' fully qualified names are the names of the *unsharded* model: pipeline stages
+    keep the numbers that layers have in the whole. Sharded parameters are DTensors.
+    `optimizer`: over the parameters of `model` alone; the session calls its step().
+    `scheduler`, `scaler`, `extras`: small state that is equal on every rank, carried as JSON.
+    `runtime`: whatever else the script wants to keep for this generation, such as the pipeline schedule. Not carried.
+    `init`: called once, at the job's start, on the materialised state, to fill in the initial weights.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None = None
+    scaler: Any = None
+    extras: dict[str, Stateful] = field(default_factory=dict)
+    runtime: Any = None
+    init: Callable[[TrainState], None] | None = None
