@@ -1,0 +1,11 @@
+"""What the planner refuses, and why."""
+
+from __future__ import annotations
+
+
+class PlanError(ValueError):
+    """The inputs of a plan contradict each other or cannot be met. The message says which tensor, worker or limit."""
+
+
+class MissingSourceError(PlanError):
+    """A needed box is held by no live worker."""

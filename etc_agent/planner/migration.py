@@ -1,0 +1,112 @@
+"""From the manifests of two generations to the complete migration plan.
+
+Every worker runs this on the same manifests and gets the same plan, bit for bit: nothing here depends on hash order,
+time or which worker asks. Three steps:
+
+1. *Coverage* (`etc_agent.planner.coverage`): what a worker holds itself is referred; every other part of its new shards
+   is a need with the live workers that hold all of it.
+2. *Sources*: each need gets one source, so that the busiest sender is as free as the replicas allow. A need with one
+   holder has no choice; those with several are cut into chunks, which go, the largest first, to the least busy holder.
+3. *Rounds* (`etc_agent.planner.rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+from etc_agent.planner.coverage import Coverage, Need, find_coverage
+from etc_agent.planner.errors import PlanError
+from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
+from etc_agent.planner.rounds import make_rounds
+from etc_agent.state.algebra import split_box
+from etc_agent.state.boxes import Box
+from etc_agent.state.layout import LogicalTensor, Manifest
+
+_CHUNK_BYTES = 1 << 20
+"""Needs below this are not cut for the sake of balance: another message would cost more than it gains."""
+
+
+def make_plan(
+    previous: Sequence[Manifest],
+    current: Sequence[Manifest],
+    *,
+    round_bytes: int = 64 << 20,
+    round_transfers: int = 1024,
+    nodes: Sequence[int] | None = None,
+) -> MigrationPlan:
+    """The plan that turns `previous` into `current`, where entry i of both is worker i's manifest.
+
+    A worker that joins, or whose state is lost, has an empty previous manifest; one that leaves an empty current one.
+    `round_bytes`: most bytes that one worker sends, and most that it receives, in one round. `round_transfers`: most
+    transfers that one worker takes part in per round. `nodes`: worker -> number of its node; then a source on the
+    receiver's own node is preferred, and load is balanced over nodes before workers.
+
+    Raises:
+        MissingSourceError: a needed box is held by nobody.
+        PlanError: manifests disagree about a tensor, a shard is outside its tensor, or one worker's shards overlap.
+    """
+    if len(previous) != len(current):
+        raise PlanError(f"{len(previous)} previous manifests but {len(current)} current ones; give both per worker")
+    if round_bytes < 1 or round_transfers < 1:
+        raise PlanError(f"a round needs room for a byte and a transfer, not {round_bytes} and {round_transfers}")
+    if nodes is not None and len(nodes) != len(current):
+        raise PlanError(f"{len(nodes)} entries in `nodes`, but {len(current)} workers")
+    coverage = find_coverage(previous, current)
+    transfers = _choose_sources(coverage, len(current), round_bytes, nodes)
+    rounds = make_rounds(transfers, len(current), round_bytes=round_bytes, round_transfers=round_transfers)
+    refers = tuple([Refer(k.worker, t, k.box, k.source_box, k.target_box) for t, k in coverage.kept()])
+    return MigrationPlan(len(current), refers, rounds, _digest(len(current), coverage, rounds))
+
+
+def _choose_sources(
+    coverage: Coverage, num_workers: int, round_bytes: int, nodes: Sequence[int] | None
+) -> list[Transfer]:
+    """One source for each need, or for each chunk of one; in the order of the tensors."""
+    node_of = nodes if nodes is not None else range(num_workers)
+    sent = [0] * num_workers
+    left = [0] * (max(node_of, default=-1) + 1)
+    transfers: list[Transfer | None] = []
+    open_chunks: list[tuple[int, int, LogicalTensor, Need, Box]] = []
+    for tensor, need in coverage.needs():
+        itemsize, holders = tensor.itemsize, need.holders
+        size = need.box.num_elements * itemsize
+        share = round_bytes
+        if len(holders) > 1:
+            share = min(round_bytes, max(_CHUNK_BYTES, -(-size // len(holders))))
+        chunks = [need.box] if size <= share else split_box(need.box, max(1, share // itemsize))
+        if len(holders) > 1:
+            for box in chunks:
+                open_chunks.append((-box.num_elements * itemsize, len(transfers), tensor, need, box))
+                transfers.append(None)
+            continue
+        (source,) = holders
+        sent[source] += size
+        if node_of[source] != node_of[need.target]:
+            left[node_of[source]] += size
+        transfers += [Transfer(source, need.target, tensor, box, need.source_box, need.target_box) for box in chunks]
+    open_chunks.sort(key=lambda chunk: chunk[:2])
+    for negative, index, tensor, need, box in open_chunks:
+        home = node_of[need.target]
+        nearby = [worker for worker in need.holders if node_of[worker] == home]
+        if nearby:
+            source = min(nearby, key=sent.__getitem__)
+        else:
+            source = min(need.holders, key=lambda worker: (left[node_of[worker]], sent[worker]))
+            left[node_of[source]] -= negative
+        sent[source] -= negative
+        transfers[index] = Transfer(source, need.target, tensor, box, need.source_box, need.target_box)
+    return [transfer for transfer in transfers if transfer is not None]
+
+
+def _digest(num_workers: int, coverage: Coverage, rounds: Sequence[Sequence[Transfer]]) -> str:
+    """SHA-256 over a canonical text of the whole plan: the patterns, the tensors that follow them, the transfers."""
+    digest = sha256(f"plan 1 {num_workers}\n".encode())
+    for pattern in coverage.patterns:
+        digest.update(pattern.canonical().encode())
+    digest.update(repr([(t.name, t.shape, t.dtype, t.itemsize, index) for t, index in coverage.tensors]).encode())
+    for transfers in rounds:
+        digest.update(
+            repr([(t.source, t.target, t.tensor.name, t.box.offset, t.box.shape) for t in transfers]).encode()
+        )
+    return digest.hexdigest()
