@@ -1,0 +1,78 @@
+"""What pydantic finds wrong with a job file, said in one line that a person can act on."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel
+
+
+def mistake(error: Any, schema: type[BaseModel]) -> str:
+    """One line for `error`, an item of pydantic's `ValidationError.errors()`, met while reading `schema`.
+
+    It says the field's path, what was given and what was expected.
+    """
+    path = _written(error["loc"])
+    given = _shown(error["input"])
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "extra_forbidden":
+            known = sorted(_fields_at(error["loc"][:-1], schema))
+            near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+            said = f"unknown field; did you mean {near[0]}?" if near else f"unknown field; known: {', '.join(known)}"
+        case "value_error":
+            said = str(context["error"])
+        case "string_type":
+            said = f"expected text, got {given}" + ("" if isinstance(error["input"], (dict, list)) else "; quote it")
+        case "int_type":
+            said = f"expected an integer, got {given}"
+        case "float_type":
+            said = f"expected a number, got {given}"
+        case "bool_type":
+            said = f"expected true or false, got {given}"
+        case "list_type":
+            said = f"expected a list, got {given}"
+        case "dict_type" | "model_type" | "model_attributes_type":
+            known = sorted(_fields_at(error["loc"], schema))
+            said = f"expected {'the fields ' + ', '.join(known) if known else 'name: value pairs'}; got {given}"
+        case "greater_than_equal":
+            said = f"expected at least {context['ge']}, got {given}"
+        case "greater_than":
+            said = f"expected more than {context['gt']:g}, got {given}"
+        case "too_short" | "string_too_short":
+            said = "must not be empty"
+        case "literal_error":
+            said = f"expected {context['expected']}, got {given}"
+        case _:
+            said = f"{error['msg']}, got {given}"
+    return f"{path}: {said}" if path else said
+
+
+def _written(location: tuple[int | str, ...]) -> str:
+    """``("parallel", "allowed", 2)`` as ``parallel.allowed[2]``."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _shown(value: Any, limit: int = 60) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _fields_at(location: tuple[int | str, ...], schema: type[BaseModel]) -> list[str]:
+    """The names of the fields of the section at `location`; none where it is not a section."""
+    section: Any = schema
+    for part in location:
+        field = section.model_fields.get(part) if isinstance(part, str) else None
+        section = field.annotation if field is not None else None
+        section = next(filter(_is_section, getattr(section, "__args__", (section,))), None)
+        if section is None:
+            return []
+    return list(section.model_fields)
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseModel)
