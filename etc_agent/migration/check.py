@@ -1,0 +1,71 @@
+"""The border: do the tensors that a worker brings match what the plan says of them?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from etc_agent.migration.bits import dtype_name
+from etc_agent.migration.errors import MigrationError
+from etc_agent.planner.plan import MigrationPlan
+from etc_agent.state.boxes import Box
+from etc_agent.state.layout import LogicalTensor, Shard
+
+
+def needed_shards(plan: MigrationPlan, worker: int) -> tuple[list[Shard], list[Shard]]:
+    """The old and the new shards of `worker` that the plan reads and writes, each once."""
+    old: dict[Shard, None] = {}
+    new: dict[Shard, None] = {}
+    for refer in plan.refers:
+        if refer.worker == worker:
+            old[Shard(refer.tensor, refer.source_box)] = None
+            new[Shard(refer.tensor, refer.target_box)] = None
+    for transfers in plan.rounds:
+        for transfer in transfers:
+            if transfer.source == worker:
+                old[Shard(transfer.tensor, transfer.source_box)] = None
+            if transfer.target == worker:
+                new[Shard(transfer.tensor, transfer.target_box)] = None
+    return list(old), list(new)
+
+
+def check_tensors(
+    worker: int, role: str, needed: Iterable[Shard], given: Mapping[Shard, torch.Tensor]
+) -> None:
+    """Check that every needed shard is there and that every given tensor is what its shard says.
+
+    Args:
+        role: ``old`` or ``new``, for the message.
+
+    Raises:
+        MigrationError: naming worker, tensor and box.
+    """
+    for shard in needed:
+        if shard not in given:
+            raise MigrationError(
+                f"worker {worker}: the plan names an {role} shard of {describe(shard.tensor, shard.box)} "
+                f"that this worker did not bring; its manifest and its tensors must come from the same state"
+            )
+    for shard, tensor in given.items():
+        where = f"worker {worker}: {role} shard of {describe(shard.tensor, shard.box)}"
+        if tuple(tensor.shape) != shard.box.shape:
+            raise MigrationError(
+                f"{where}: expected shape {shard.box.shape} from the manifest, got {tuple(tensor.shape)}"
+            )
+        if dtype_name(tensor.dtype) != shard.tensor.dtype or tensor.element_size() != shard.tensor.itemsize:
+            raise MigrationError(
+                f"{where}: expected {shard.tensor.dtype} of {shard.tensor.itemsize} bytes from the manifest, "
+                f"got {dtype_name(tensor.dtype)} of {tensor.element_size()} bytes"
+            )
+        if tensor.layout is not torch.strided or tensor.device.type == "meta":
+            raise MigrationError(
+                f"{where}: expected a dense tensor with storage, got one on device {tensor.device} "
+                f"with layout {tensor.layout}"
+            )
+
+
+def describe(tensor: LogicalTensor, box: Box) -> str:
+    """``'w' [4:8, 0:16]``: a tensor and the part of it, for people."""
+    ranges = ", ".join(f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=True))
+    return f"{tensor.name!r} [{ranges}]"

@@ -1,0 +1,92 @@
+"""One worker's part of a plan as messages: what goes over the wire, under which tag, packed how.
+
+Both ends of a pair derive the same messages from the plan alone. A transfer of at least `DIRECT_BYTES` is a message of
+its own, so that it can leave and arrive in place; the smaller ones of one pair and round share a message. How either
+end gets the bytes into or out of its tensors (in place or through a staging buffer) is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
+
+DIRECT_BYTES = 128 << 10
+"""Below this, a copy into a shared buffer costs less than a message of its own (about 60 us with gloo)."""
+
+ALIGN_BYTES = 16
+"""Start of each item of a packed message: the largest item size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Bytes from or to one peer. `starts_bytes` has one start per transfer; `tag` counts per directed pair from 1."""
+
+    peer: int
+    tag: int
+    transfers: tuple[Transfer, ...]
+    starts_bytes: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one worker sends and receives in one round, each in the order of posting."""
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Everything that one worker does in a migration."""
+
+    refers: tuple[Refer, ...]
+    rounds: tuple[Round, ...]
+
+    @property
+    def peers(self) -> frozenset[int]:
+        return frozenset(m.peer for r in self.rounds for m in (*r.sends, *r.receives))
+
+
+def schedule_for(plan: MigrationPlan, worker: int, *, direct_bytes: int = DIRECT_BYTES) -> Schedule:
+    """The part of `plan` that `worker` executes. Linear in the number of the plan's instructions."""
+    next_tag: dict[tuple[int, int], int] = defaultdict(lambda: 1)
+    rounds = []
+    for transfers in plan.rounds:
+        by_pair: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        for transfer in transfers:
+            if worker in (transfer.source, transfer.target) and transfer.num_bytes:
+                by_pair[transfer.source, transfer.target].append(transfer)
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for (source, target), items in by_pair.items():
+            mine, peer = (sends, target) if source == worker else (receives, source)
+            for group in _grouped(items, direct_bytes):
+                mine.append(_message(peer, next_tag[source, target], group))
+                next_tag[source, target] += 1
+        rounds.append(Round(tuple(sends), tuple(receives)))
+    return Schedule(tuple(refer for refer in plan.refers if refer.worker == worker), tuple(rounds))
+
+
+def _grouped(transfers: Sequence[Transfer], direct_bytes: int) -> list[Sequence[Transfer]]:
+    """The small ones together first, so that they are unpacked while the large ones are still on their way."""
+    small = [transfer for transfer in transfers if transfer.num_bytes < direct_bytes]
+    large = [(transfer,) for transfer in transfers if transfer.num_bytes >= direct_bytes]
+    return [small, *large] if small else [*large]
+
+
+def _message(peer: int, tag: int, transfers: Sequence[Transfer]) -> Message:
+    starts, end = [], 0
+    for transfer in transfers:
+        start = aligned(end)
+        starts.append(start)
+        end = start + transfer.num_bytes
+    return Message(peer, tag, tuple(transfers), tuple(starts), end)
+
+
+def aligned(num_bytes: int) -> int:
+    """`num_bytes` rounded up to `ALIGN_BYTES`."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,0 +1,92 @@
+"""Point-to-point over a raw c10d backend: flat uint8 tensors to and from workers, by tag.
+
+gloo moves host memory, so that tensors on a GPU pass through pinned staging buffers. NCCL moves device memory; all
+operations of a round go out as one group launch, which no pair of workers can deadlock (not yet run on more than one
+GPU).
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from etc_agent.migration.errors import MigrationError
+
+Operation = tuple[int, int, torch.Tensor]
+"""Peer, tag and the flat uint8 tensor to send or to receive into."""
+
+
+class Work(Protocol):
+    """An operation in flight."""
+
+    def wait(self, timeout: datetime.timedelta) -> bool: ...
+
+
+class Wire:
+    """The operations that a migration needs of a process group whose ranks are the plan's worker numbers.
+
+    Args:
+        group: a raw backend (`ProcessGroupGloo`, `ProcessGroupNCCL`) or a `ProcessGroup` around one.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.is_nccl = "nccl" in str(group.name()).lower()
+
+    @property
+    def size(self) -> int:
+        return int(self._group.size())
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        """Whether the wire can send this tensor's memory without a staging buffer."""
+        return tensor.is_cuda if self.is_nccl else tensor.device.type == "cpu"
+
+    def post(self, receives: Sequence[Operation], sends: Iterable[Operation]) -> tuple[list[Work], list[Work]]:
+        """Start receives and sends without waiting for any.
+
+        Args:
+            sends: may pack each message when it is asked for it: with gloo, those before it are on their way by then.
+
+        Returns:
+            The work of each receive and of each send, in order.
+        """
+        if self.is_nccl:
+            return self._post_grouped(receives, list(sends))
+        # Receives first: a gloo sender that finds its receiver waiting starts at once.
+        received = [self._group.recv([buffer], peer, tag) for peer, tag, buffer in receives]
+        return received, [self._group.send([buffer], peer, tag) for peer, tag, buffer in sends]
+
+    def _post_grouped(self, receives: Sequence[Operation], sends: Sequence[Operation]) -> tuple[list[Work], list[Work]]:
+        """One group launch for all: receives launched before sends would wait for each other across workers. NCCL has
+        no tags; within a pair the order posted counts, the same on both ends since both come from the plan."""
+        if not receives and not sends:
+            return [], []
+        self._group._start_coalescing()
+        for peer, tag, buffer in receives:
+            self._group.recv([buffer], peer, tag)
+        for peer, tag, buffer in sends:
+            self._group.send([buffer], peer, tag)
+        work = self._group._end_coalescing()
+        return [work] * len(receives), [work] * len(sends)
+
+    def all_gather(self, row: torch.Tensor, timeout: datetime.timedelta) -> list[torch.Tensor]:
+        """The equally shaped `row` of every worker, in worker order.
+
+        Raises:
+            MigrationError: a worker did not take part in time.
+        """
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        try:
+            self._group.allgather([rows], [row]).wait(timeout)
+        except RuntimeError as error:
+            raise MigrationError(f"not every worker takes part in the migration: {first_line(error)}") from error
+        return rows
+
+
+def first_line(error: BaseException) -> str:
+    """The message of a c10d error without its C++ stack."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
