@@ -1,0 +1,86 @@
+"""Which parallel config a job takes on a given number of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.planner.errors import PlanError
+
+_MAX_REASONS = 4
+
+Feasible = Callable[[ParallelConfig], str | None]
+"""None where the job can run so, else why not, in one line."""
+
+
+class NoConfigError(PlanError):
+    """No parallel config fits; the message says what was tried and why it was refused."""
+
+
+def choose_config(
+    num_slots: int,
+    allowed: Sequence[ParallelConfig] | None,
+    current: ParallelConfig | None,
+    *,
+    feasible: Feasible,
+) -> ParallelConfig:
+    """The feasible config with the most ranks that `num_slots` slots can take.
+
+    `allowed`: the only configs to consider; None for every one. Among those of equal size: the current tp and then the
+    current pp (least of the model moves); without a current config the most dp, then the least pp; what remains equal
+    goes to the first in `allowed`.
+
+    Raises:
+        NoConfigError: none fits.
+    """
+    if num_slots < 1:
+        raise NoConfigError(f"{num_slots} slots: a job needs at least one")
+    refused: list[str] = []
+    too_large = 0
+    for num_ranks in range(num_slots, 0, -1):
+        of_size = [config for config in allowed if config.num_ranks == num_ranks] if allowed is not None else None
+        options = sorted(of_size if of_size is not None else every_config(num_ranks), key=_order(current))
+        for config in options:
+            reason = feasible(config)
+            if reason is None:
+                return config
+            refused.append(f"{config}: {reason}")
+    if allowed is not None:
+        too_large = sum(config.num_ranks > num_slots for config in allowed)
+    raise NoConfigError(f"no parallel config fits {num_slots} slots; {_why(refused, too_large)}")
+
+
+def every_config(num_ranks: int) -> list[ParallelConfig]:
+    """All splits of `num_ranks` over pp, tp and dp."""
+    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    return [
+        ParallelConfig(pp=pp, tp=tp, dp=num_ranks // pp // tp)
+        for pp in divisors
+        for tp in divisors
+        if num_ranks % (pp * tp) == 0
+    ]
+
+
+def _order(current: ParallelConfig | None) -> Callable[[ParallelConfig], tuple[int, ...]]:
+    def key(config: ParallelConfig) -> tuple[int, ...]:
+        if current is None:
+            return (-config.dp, config.pp, config.tp)
+        return (
+            config.tp != current.tp,
+            config.pp != current.pp,
+            max(config.tp, current.tp) // min(config.tp, current.tp),
+            max(config.pp, current.pp) // min(config.pp, current.pp),
+            -config.dp,
+            config.pp,
+        )
+
+    return key
+
+
+def _why(refused: Sequence[str], too_large: int) -> str:
+    parts = list(refused[:_MAX_REASONS])
+    if len(refused) > _MAX_REASONS:
+        parts.append(f"and {len(refused) - _MAX_REASONS} more")
+    if too_large:
+        parts.append(f"{too_large} allowed configs need more slots")
+    return "; ".join(parts) or "none is allowed"
