@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,11 +22,10 @@ from pydantic import (
     PlainValidator,
     ValidationError,
     ValidationInfo,
-    create_model,
     model_validator,
 )
 
-from etc_agent.agent.settings import ModelFacts, Timeouts, config_refusal
+from etc_agent.agent.settings import ModelFacts, config_refusal
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from launcher.mistakes import mistake
@@ -84,6 +82,9 @@ def _path(value: Any, info: ValidationInfo) -> Path:
 
 
 def _nodes(value: Any) -> Any:
+    """One number stands for both bounds."""
+    if type(value) is int and value < 1:
+        raise ValueError(f"expected at least 1, got {value}")
     return {"min": value, "max": value} if type(value) is int else value
 
 
@@ -160,12 +161,18 @@ class LogsSection(Section):
     local_ranks_filter: list[Annotated[int, Field(ge=0)]] | None = None
 
 
-# The defaults are those of the dataclass that the agent reads, written down once.
-TimeoutsSection: type[Section] = create_model(  # type: ignore[call-overload]
-    "TimeoutsSection",
-    __base__=Section,
-    **{field.name: (Seconds, field.default) for field in dataclasses.fields(Timeouts)},
-)
+class TimeoutsSection(Section):
+    """The waits of `etc_agent.agent.settings.Timeouts`, by the same names; its defaults count where None."""
+
+    lease_s: Seconds | None = None
+    settle_s: Seconds | None = None
+    join_s: Seconds | None = None
+    start_s: Seconds | None = None
+    prepare_s: Seconds | None = None
+    switch_s: Seconds | None = None
+    drain_s: Seconds | None = None
+    shutdown_grace_s: Seconds | None = None
+    etcd_s: Seconds | None = None
 
 
 class Job(Section):
@@ -181,7 +188,7 @@ class Job(Section):
     global_batch: PositiveInt | None = None
     max_restarts: Annotated[int, Field(ge=0)] | None = None
     monitor_interval_s: Seconds | None = None
-    timeouts: TimeoutsSection = TimeoutsSection()  # type: ignore[valid-type]
+    timeouts: TimeoutsSection = TimeoutsSection()
     logs: LogsSection = LogsSection()
     env: Annotated[dict[str, str], AfterValidator(_not_launchers)] = {}
 

@@ -1,0 +1,109 @@
+"""What can be typed after ``etc-run``: torchrun's own parser, plus a few options, and which of them were given."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.run import get_args_parser
+
+ELASTIC_BACKEND = "etcd-v3"
+
+# Option -> the variable that stands in for it. Passwords come from a file or from ETC_PASSWORD, never from an option.
+_VARIABLES = {
+    "config": "ETC_CONFIG",
+    "parallel": "ETC_PARALLEL",
+    "allowed": "ETC_ALLOWED",
+    "etcd_endpoints": "ETC_ENDPOINTS",
+    "etcd_prefix": "ETC_PREFIX",
+    "etcd_user": "ETC_USER",
+    "etcd_password_file": "ETC_PASSWORD_FILE",
+    "etcd_ca_file": "ETC_CA_FILE",
+    "etcd_cert_file": "ETC_CERT_FILE",
+    "etcd_key_file": "ETC_KEY_FILE",
+}
+_HELP = {
+    "config": ("JOB.YAML", "Job file. The command line and the environment win over it."),
+    "parallel": ("PP2TP2DP1", "Parallel config to start with."),
+    "allowed": ("PP2TP2DP1,...", "The only parallel configs that may be chosen, with commas between them."),
+    "etcd_endpoints": ("HOST:PORT,...", "etcd v3 servers, with commas between them; https://HOST:PORT for TLS."),
+    "etcd_prefix": ("/PREFIX", "All keys lie under this prefix and the run id (default: /etc-run)."),
+    "etcd_user": ("NAME", "etcd user. Its password comes from ETC_PASSWORD or --etcd-password-file."),
+    "etcd_password_file": ("FILE", "File that holds the etcd password."),
+    "etcd_ca_file": ("PEM", "Certificate authority of etcd's certificate; turns TLS on."),
+    "etcd_cert_file": ("PEM", "Client certificate."),
+    "etcd_key_file": ("PEM", "Key of the client certificate."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """Options as parsed: `args` has torchrun's names plus ours, defaults and environment filled in.
+
+    `typed`, `from_environment`: the names given there, each with how it was given, for messages (``--nnodes``,
+    ``PET_NNODES``). A typed option hides its variable.
+    """
+
+    args: argparse.Namespace
+    typed: Mapping[str, str]
+    from_environment: Mapping[str, str]
+
+    def given(self, name: str) -> str | None:
+        """How option `name` was given; None where `args` only has the default."""
+        return self.typed.get(name) or self.from_environment.get(name)
+
+    @property
+    def our_options_typed(self) -> list[str]:
+        """The options that torchrun does not know, as typed."""
+        return [spelled for name, spelled in self.typed.items() if name in _VARIABLES]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """torchrun's parser plus ours. The training script becomes optional, since a job file may name it."""
+    parser = get_args_parser()
+    parser.prog = "etc-run"
+    parser.description = "Starts a training job as torchrun does, and changes its size while it trains."
+    (script,) = (action for action in parser._actions if action.dest == "training_script")
+    script.nargs, script.required = "?", False
+    group = parser.add_argument_group("elastic jobs")
+    for name, variable in _VARIABLES.items():
+        metavar, text = _HELP[name]
+        # A percent sign in a value must not reach argparse's formatting, so defaults are not part of the help.
+        group.add_argument(
+            f"--{name.replace('_', '-')}", f"--{name}", default=os.environ.get(variable) or None, metavar=metavar,
+            help=f"{text} [{variable}]",
+        )
+    return parser
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """Parse `argv` (without the program's name).
+
+    Raises:
+        SystemExit: as torchrun's parser does, with its message and code.
+    """
+    parser = build_parser()
+    # argparse leaves alone what a namespace already has, so what still holds the marker afterwards was not typed.
+    names = list(vars(parser.parse_args(["x"])))
+    marker = object()
+    marked = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, marker)))
+    args = parser.parse_args(argv)
+    typed = {name: f"--{name.replace('_', '-')}" for name in names if getattr(marked, name) is not marker}
+    if args.training_script is None:
+        del typed["training_script"], typed["training_script_args"]
+        if not args.config:
+            parser.error("the following arguments are required: training_script, training_script_args")
+    from_environment = {}
+    for name in names:
+        variable = _VARIABLES.get(name) or f"PET_{name.upper()}"
+        value = os.environ.get(variable)
+        if value and name not in typed and _reads(parser.get_default(name), value):
+            from_environment[name] = variable
+    return CommandLine(args, typed, from_environment)
+
+
+def _reads(default: object, value: str) -> bool:
+    """Whether an option's default came from the variable's value: not every torchrun option has a variable."""
+    return isinstance(default, bool) or default == value

@@ -1,0 +1,280 @@
+"""etc-run's command line: who runs the job, which source wins, and what the agent is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etc_agent.agent.settings import JobSettings
+from etc_agent.errors import EtcError
+from etc_agent.parallel.config import ParallelConfig
+from launcher.run import main, read
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("PET_", "ETC_", "TORCHELASTIC_", "TORCH_ELASTIC_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n")
+    return str(path)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text("""
+        command: [train.py, --from-file]
+        nodes: {min: 1, max: 2}
+        workers_per_node: 4
+        rendezvous: {run_id: from-file, endpoints: [file:2379]}
+        parallel: {initial: PP2, allowed: [PP2, TP2]}
+        max_restarts: 5
+        timeouts: {lease_s: 5, shutdown_grace_s: 7.5}
+        global_batch: 8
+        env: {A: "1"}
+    """)
+    return str(path)
+
+
+def settings(*argv: str) -> JobSettings:
+    result = read(argv)
+    assert isinstance(result, JobSettings)
+    return result
+
+
+def mistake(*argv: str) -> str:
+    with pytest.raises(EtcError) as caught:
+        read(argv)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+# ---- who runs the job ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--nproc-per-node", "2"], ["--rdzv-backend=c10d", "--rdzv-endpoint=a:0"], ["--rdzv-backend", "etcd-v2"]],
+)
+def test_without_etcd_torchrun_gets_its_own_arguments(options: list[str], script: str) -> None:
+    from torch.distributed.run import parse_args
+
+    ours, theirs = read([*options, script, "--flag"]), parse_args([*options, script, "--flag"])
+    assert isinstance(ours, argparse.Namespace)
+    assert vars(theirs).items() <= vars(ours).items()
+
+
+@pytest.mark.parametrize(
+    ("options", "standalone"),
+    [
+        (["--standalone"], True),
+        (["--etcd-endpoints=a:1", "--rdzv-id=x"], False),
+        (["--rdzv-backend=etcd-v3", "--rdzv-endpoint=a:1", "--rdzv-id=x"], False),
+    ],
+)
+def test_etcd_and_standalone_go_to_our_agent(options: list[str], standalone: bool, script: str) -> None:
+    assert settings(*options, script).standalone is standalone
+
+
+def test_what_is_typed_decides_the_route_before_the_environment(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETC_ENDPOINTS", "a:1")
+    assert isinstance(read(["--rdzv-backend=c10d", script]), argparse.Namespace)
+    assert settings("--standalone", script).standalone
+    monkeypatch.setenv("PET_STANDALONE", "1")
+    assert not settings("--etcd-endpoints=b:1", "--rdzv-id=x", script).standalone
+
+
+def test_a_job_file_with_etcd_goes_to_our_agent_and_standalone_overrides_its_etcd(job_file: str) -> None:
+    assert settings("--config", job_file).etcd.endpoints == ("file:2379",)
+    private = settings("--config", job_file, "--standalone")
+    assert private.standalone
+    assert private.etcd.endpoints == ()
+
+
+def test_options_that_torchrun_does_not_know_are_not_ignored_in_silence(script: str) -> None:
+    assert mistake("--parallel=PP2", script).startswith("--parallel: this job has no etcd")
+
+
+def test_contradictions_are_refused(script: str) -> None:
+    assert "leave out --standalone" in mistake("--standalone", "--etcd-endpoints=a:1", script)
+    assert "needs --rdzv-backend=etcd-v3" in mistake("--etcd-endpoints=a:1", "--rdzv-backend=c10d", script)
+
+
+# ---- which source wins ---------------------------------------------------------------------------------------------
+
+
+def test_command_line_over_environment_over_file_over_default(job_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings("--config", job_file).max_restarts == 5
+    monkeypatch.setenv("PET_MAX_RESTARTS", "6")
+    assert settings("--config", job_file).max_restarts == 6
+    assert settings("--config", job_file, "--max-restarts", "7").max_restarts == 7
+    monkeypatch.setenv("PET_NNODES", "1:8")
+    monkeypatch.setenv("ETC_PARALLEL", "TP2")
+    chosen = settings("--config", job_file)
+    assert (chosen.max_nodes, chosen.parallel) == (8, ParallelConfig(tp=2))
+    assert settings("--config", job_file, "--parallel", "PP2").parallel == ParallelConfig(pp=2)
+
+
+def test_an_option_typed_with_its_default_value_still_wins(job_file: str) -> None:
+    assert settings("--config", job_file, "--max-restarts", "0").max_restarts == 0
+    assert settings("--config", job_file, "--nnodes=1:1", "--nproc_per_node", "2").num_slots == 2
+
+
+def test_the_file_gives_everything(job_file: str, tmp_path: Path) -> None:
+    given = settings("--config", job_file)
+    assert given.entrypoint == sys.executable
+    assert given.args == ("-u", str(tmp_path / "train.py"), "--from-file")
+    assert (given.run_id, given.min_nodes, given.max_nodes, given.num_slots) == ("from-file", 1, 2, 4)
+    assert given.allowed == (ParallelConfig(pp=2), ParallelConfig(tp=2))
+    assert (given.timeouts.lease_s, given.timeouts.shutdown_grace_s, given.timeouts.switch_s) == (5, 7.5, 1800)
+    assert given.launch_config.shutdown_timeout == 8
+    assert (given.global_batch, given.env) == (8, {"A": "1"})
+    assert given.node_rank is None
+
+
+def test_a_script_on_the_command_line_replaces_the_files_command(job_file: str) -> None:
+    given = settings("--config", job_file, "-m", "http.server", "--from-file", "0")
+    assert given.args == ("-u", "-m", "http.server", "--from-file", "0")
+
+
+def test_the_config_file_may_come_from_the_environment(job_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETC_CONFIG", job_file)
+    assert settings().run_id == "from-file"
+
+
+def test_rdzv_conf_changes_timeouts_by_our_names_and_by_torchruns(script: str) -> None:
+    timeouts = settings("--standalone", "--rdzv-conf", "lease_s=3,last_call_timeout=4,read_timeout=60", script).timeouts
+    assert (timeouts.lease_s, timeouts.settle_s) == (3, 4)
+    assert "did you mean lease_s?" in mistake("--standalone", "--rdzv-conf", "leese_s=3", script)
+    assert "expected a positive number" in mistake("--standalone", "--rdzv-conf", "lease_s=soon", script)
+
+
+def test_shutdown_timeout_is_torchruns_with_all_its_sources(job_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "9")
+    assert settings("--config", job_file).launch_config.shutdown_timeout == 9
+    assert settings("--config", job_file, "--shutdown-timeout=3").timeouts.shutdown_grace_s == 3
+
+
+# ---- what the agent is told ----------------------------------------------------------------------------------------
+
+
+def test_node_rank_is_told_only_where_it_was_given(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings("--standalone", script).node_rank is None
+    assert settings("--standalone", "--node-rank=0", script).node_rank == 0
+    monkeypatch.setenv("PET_NODE_RANK", "3")
+    assert settings("--standalone", script).node_rank == 3
+
+
+def test_redirects_of_local_ranks_above_nine_are_accepted(script: str) -> None:
+    from torch.distributed.elastic.multiprocessing import Std
+
+    logs_specs = settings("--standalone", "-r", "10:3,1:1", script).launch_config.logs_specs
+    assert logs_specs._redirects == {10: Std.ALL, 1: Std.OUT}
+
+
+def test_run_path_gives_a_function(script: str) -> None:
+    given = settings("--standalone", "--run-path", script, "x")
+    assert callable(given.entrypoint)
+    assert given.args == (script, "x")
+
+
+def test_endpoints_are_normal_forms_of_what_was_typed(script: str) -> None:
+    given = settings("--etcd-endpoints", "http://a:1, b ,[::1]:3", "--rdzv-id=x", script)
+    assert given.etcd.endpoints == ("a:1", "b:2379", "[::1]:3")
+    assert settings("--etcd-endpoints", "https://a", "--rdzv-id=x", script).etcd.endpoints == ("https://a:2379",)
+
+
+def test_the_password_comes_from_a_file_or_the_environment_and_is_never_shown(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2\n")
+    common = ["--etcd-endpoints=a:1", "--rdzv-id=x", "--etcd-user=me"]
+    given = settings(*common, "--etcd-password-file", str(secret), script)
+    assert given.etcd.password == "hunter2"
+    assert "hunter2" not in repr(given)
+    monkeypatch.setenv("ETC_PASSWORD", "from-environment")
+    assert settings(*common, script).etcd.password == "from-environment"
+    assert settings(*common, "--etcd-password-file", str(secret), script).etcd.password == "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--etcd-endpoints=a:1"], "the job has no name"),
+        (["--etcd-endpoints=a:b:c", "--rdzv-id=x"], "--etcd-endpoints: 'a:b:c' is not an etcd server"),
+        (["--rdzv-backend=etcd-v3", "--rdzv-id=x"], "no etcd server given"),
+        (["--etcd-endpoints=a:1", "--rdzv-id=x", "--etcd-user=me"], "user me without a password"),
+        (["--etcd-endpoints=a:1", "--rdzv-id=x", "--etcd-ca-file=/none.pem"], "--etcd-ca-file: /none.pem cannot be"),
+        (["--standalone", "--nnodes=many"], "--nnodes: 'many' is not a number of nodes"),
+        (["--standalone", "--nnodes=3:2"], "--nnodes: '3:2' is not a number of nodes"),
+        (["--standalone", "--nproc-per-node=some"], "Unsupported nproc_per_node value: some"),
+        (["--standalone", "--nproc-per-node=0"], "--nproc-per-node: expected at least 1"),
+        (["--standalone", "--parallel=PP"], "--parallel: 'PP' is not a parallel config"),
+        (["--standalone", "--parallel=PP4"], "--parallel: PP4TP1DP1 needs 4 workers, the job admits 1"),
+        (["--standalone", "--allowed=PP1,DP9"], "--allowed: PP1TP1DP9 needs 9 workers, the job admits 1"),
+        (["--standalone", "--max-restarts=-1"], "max_restarts must be >= 0"),
+        (["--standalone", "-r", "7"], "'7' does not name streams"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(options: list[str], said: str, script: str) -> None:
+    assert said in mistake(*options, script)
+
+
+def test_a_missing_script_is_said_before_anything_starts(job_file: str, tmp_path: Path) -> None:
+    assert mistake("--standalone", "/no/such.py") == "/no/such.py: no such training script"
+    (tmp_path / "train.py").unlink()
+    assert "train.py does not exist" in mistake("--config", job_file)
+
+
+def test_an_option_that_breaks_the_files_config_is_said(job_file: str) -> None:
+    assert mistake("--config", job_file, "--nproc-per-node=1", "--nnodes=1").startswith(
+        f"{job_file}: parallel.allowed: PP2TP1DP1 needs 2 workers, the job admits 1"
+    )
+
+
+# ---- the program itself --------------------------------------------------------------------------------------------
+
+
+def test_main_prints_one_line_and_exits_2_on_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--standalone", "/no/such.py"]) == 2
+    assert capsys.readouterr().err == "etc-run: /no/such.py: no such training script\n"
+
+
+def test_without_script_or_job_file_the_usage_is_torchruns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "the following arguments are required: training_script, training_script_args" in capsys.readouterr().err
+
+
+def test_a_plain_job_runs_exactly_as_under_torchrun(tmp_path: Path) -> None:
+    program = tmp_path / "show.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'TORCHELASTIC_MAX_RESTARTS']\n"
+        "values = {name: os.environ[name] for name in names}\n"
+        "open(f'{sys.argv[1]}-{os.environ[\"RANK\"]}', 'w').write(json.dumps([values, sys.argv[2:]]))\n"
+        "sys.exit(3 if '--fail' in sys.argv else 0)\n"
+    )
+    results = {}
+    for name, module in (("theirs", "torch.distributed.run"), ("ours", "launcher.run")):
+        out = tmp_path / name
+        command = [sys.executable, "-m", module, "--nproc-per-node=2", str(program), str(out), "--flag"]
+        ended = subprocess.run([*command, "--fail"], capture_output=True, text=True, timeout=60, check=False)
+        assert "exitcode  : 3" in ended.stderr
+        results[name] = [ended.returncode, *(json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1))]
+    assert results["ours"] == results["theirs"]
