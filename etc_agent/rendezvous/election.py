@@ -1,0 +1,148 @@
+"""Who leads: the agent whose lease holds the `leader` key. Its create_revision is the fencing token."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.errors import AmbiguousError, EtcdError, LeaseLostError
+from etc_agent.rendezvous.lease import Lease
+from etc_agent.rendezvous.mirror import Mirror, Snapshot
+from etc_agent.rendezvous.values import Compare, Delete, Get, KeyValue, Put, Value, as_bytes
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Mandate:
+    """One term as leader: `key` was created at this revision, under this lease."""
+
+    key: str
+    create_revision: int
+    lease: int
+
+
+class Election:
+    """Campaigns for `key` with `value` in a thread of its own until `resign` or `close`.
+
+    mirror: must cover `key`. lease: gives the lease to lead under (Membership.lease, so that a node which has lost its
+    entry has lost the lead as well).
+    on_change(is_leader): called from the election's thread when etcd has made us the leader, or shows that we are it no
+    longer. It does not follow the local clock, as is_leader does, and resigning is not reported.
+    """
+
+    def __init__(
+        self,
+        client: EtcdClient,
+        mirror: Mirror,
+        key: str,
+        value: Value,
+        lease: Callable[[], Lease],
+        on_change: Callable[[bool], None] = lambda is_leader: None,
+    ) -> None:
+        self._client, self._mirror = client, mirror
+        self._key, self._value = key, as_bytes(value)
+        self._lease = lease
+        self._on_change = on_change
+        self._mandate: Mandate | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="etcd-election", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether we lead now, by etcd's last word and our own clock. Writes still go through FencedWriter: only etcd
+        knows for certain."""
+        mandate, lease = self._mandate, self._lease()
+        return mandate is not None and lease.id == mandate.lease and lease.is_held
+
+    @property
+    def mandate(self) -> Mandate | None:
+        """The term to write under, or None while we do not lead."""
+        return self._mandate if self.is_leader else None
+
+    @property
+    def create_revision(self) -> int | None:
+        """The fencing token of our term, or None while we do not lead."""
+        mandate = self.mandate
+        return mandate.create_revision if mandate else None
+
+    def resign(self) -> None:
+        """Stop campaigning and give up the lead if we have it, so that another takes over at once. Idempotent."""
+        self._stopped.set()
+        self._mirror.poke()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        mandate, self._mandate = self._mandate, None
+        if mandate is None:
+            return
+        try:
+            is_ours = Compare.create_revision(mandate.key, mandate.create_revision)
+            self._client.transact([is_ours], [Delete(mandate.key)])
+        except EtcdError as error:
+            log.warning("the lead could not be given up and ends with our lease: %s", error)
+
+    close = resign
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            lease_id = self._lease().id
+            holder = self._campaign(lease_id)
+            if holder is None:
+                self._stopped.wait(_RETRY_S)
+            elif holder.lease != lease_id:
+                self._wait_for_end_of(holder)
+            else:
+                self._mandate = Mandate(self._key, holder.create_revision, lease_id)
+                log.info("leading since revision %d", holder.create_revision)
+                self._tell(True)
+                self._wait_for_end_of(holder)
+                if not self._stopped.is_set():
+                    self._mandate = None
+                    log.warning("not leading any more")
+                    self._tell(False)
+
+    def _campaign(self, lease_id: int) -> KeyValue | None:
+        """Take the lead if nobody has it. Who has it then; None where that could not be learned."""
+        try:
+            result = self._client.transact(
+                [Compare.absent(self._key)],
+                [Put(self._key, self._value, lease_id), Get(self._key)],
+                [Get(self._key)],
+            )
+            return result.reads[-1][0]
+        except AmbiguousError:
+            try:
+                return self._client.get(self._key)
+            except EtcdError as error:
+                log.warning("campaigning for the lead: %s", error)
+        except LeaseLostError:
+            log.info("no lease to lead under; trying again once there is one")
+        except EtcdError as error:
+            log.warning("campaigning for the lead: %s", error)
+        return None
+
+    def _wait_for_end_of(self, holder: KeyValue) -> None:
+        """Wait until the mirror, once it is as new as `holder`, shows that term no more."""
+
+        def has_ended(seen: Snapshot) -> bool:
+            if self._stopped.is_set():
+                return True
+            now = seen.get(self._key)
+            return seen.revision >= holder.mod_revision and (
+                now is None or now.create_revision != holder.create_revision
+            )
+
+        if not self._mirror.wait_for(has_ended, None):  # the mirror has been closed before us
+            self._stopped.wait(_RETRY_S)
+
+    def _tell(self, is_leader: bool) -> None:
+        try:
+            self._on_change(is_leader)
+        except Exception:
+            log.exception("the leadership callback failed")

@@ -1,0 +1,37 @@
+"""What can go wrong between us and etcd. Each is one line that a person can act on."""
+
+from __future__ import annotations
+
+from etc_agent.errors import EtcError
+
+
+class EtcdError(EtcError):
+    """etcd refused a request, or could not be asked."""
+
+
+class EtcdUnavailable(EtcdError):
+    """No endpoint answered in time. Nothing is known to have been written."""
+
+
+class AmbiguousError(EtcdUnavailable):
+    """A transaction was sent and its answer was lost: it may or may not have been applied. Read again, then decide."""
+
+
+class EtcdAuthError(EtcdError):
+    """User, password, certificate or permission was not accepted."""
+
+
+class HistoryLostError(EtcdError):
+    """The revisions a watch wanted are gone (compacted, or etcd lost its data). List again, then watch from there."""
+
+
+class LeaseLostError(EtcdError):
+    """The lease does not exist any more, and with it every key that was written under it."""
+
+
+class NameTakenError(EtcdError):
+    """Another live instance has registered this name."""
+
+
+class FencedError(EtcdError):
+    """This process is not the leader any more, or `current` has moved: nothing was written."""

@@ -1,0 +1,165 @@
+"""The leader's writes. A stalled former leader can write nothing.
+
+Each write is one transaction that compares the create_revision of our `leader` key and the mod_revision of `current`.
+When its answer is lost we read what is there. If it has not landed it may still be under way, and may land after our
+repetition. That is harmless only because each attempt also compares the mod_revision of a key that it writes (the
+witness), so at most one of them can succeed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.election import Mandate
+from etc_agent.rendezvous.errors import AmbiguousError, EtcdUnavailable, FencedError
+from etc_agent.rendezvous.values import Compare, Delete, Get, KeyValue, Op, Put, TxnResult, Value, as_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Witness:
+    """A key that a write puts, and its mod_revision before."""
+
+    key: str
+    mod_revision: int
+
+
+class FencedWriter:
+    """Writes of one term as leader. Safe to use from several threads; writes happen one at a time.
+
+    mandate: the term. current_key: the key of `current`.
+
+    Raises:
+        FencedError: the term is over already.
+        EtcdError: etcd does not answer.
+    """
+
+    def __init__(self, client: EtcdClient, mandate: Mandate, current_key: str) -> None:
+        self._client = client
+        self._mandate = mandate
+        self._current_key = current_key
+        self._lock = threading.Lock()
+        self._current: KeyValue | None = None
+        self.reload()
+
+    @property
+    def current(self) -> KeyValue | None:
+        """`current` as this writer last read or wrote it: what the next write compares against."""
+        return self._current
+
+    def reload(self) -> KeyValue | None:
+        """Read `current` again, and compare against that from now on."""
+        with self._lock:
+            result = self._read(())
+            self._check_term(result)
+            self._current = _current(result)
+            return self._current
+
+    def write(self, puts: Mapping[str, Value], deletes: Sequence[str] = (), timeout_s: float | None = None) -> int:
+        """Apply all of it at one revision, which is returned, or nothing.
+
+        puts: key -> value, at least one; `current` among them where it changes.
+        timeout_s: how long to keep trying while etcd gives no clear answer; None takes the client's.
+
+        Raises:
+            FencedError: another leads, or `current` is not as this writer knows it. Nothing was written, or (only where
+                etcd's answer was lost) what was written has been replaced since.
+            EtcdUnavailable: etcd stayed silent; AmbiguousError if the write may have been applied.
+        """
+        deadline = time.monotonic() + (self._client.timeout_s if timeout_s is None else timeout_s)
+        with self._lock:
+            witness = self._witness(puts)
+            guards = [
+                Compare.create_revision(self._mandate.key, self._mandate.create_revision),
+                Compare.mod_revision(self._current_key, _revision(self._current)),
+                Compare.mod_revision(witness.key, witness.mod_revision),
+            ]
+            ops: list[Op] = [Put(key, value) for key, value in puts.items()]
+            ops += [Delete(key) for key in deletes]
+            ops.append(Get(self._current_key))
+            is_first = True
+            while True:
+                try:
+                    result = self._client.transact(guards, ops, self._reads(puts))
+                except AmbiguousError:
+                    is_first = False
+                    seen = self._read_again(puts, deadline)
+                    landed = self._landed(puts, witness, seen)
+                    if landed is not None:
+                        return landed
+                    self._check_term(seen)
+                    if time.monotonic() >= deadline:
+                        raise
+                    continue
+                if result.succeeded:
+                    self._current = result.reads[-1][0] if result.reads[-1] else None
+                    return result.revision
+                landed = None if is_first else self._landed(puts, witness, result)
+                if landed is not None:
+                    return landed
+                self._check_term(result)
+                raise FencedError(
+                    f"{self._current_key} or {witness.key} has changed under this writer; reload before writing again"
+                )
+
+    def _witness(self, puts: Mapping[str, Value]) -> _Witness:
+        if self._current_key in puts:
+            return _Witness(self._current_key, _revision(self._current))
+        key = next(iter(puts))
+        return _Witness(key, _revision(self._client.get(key)))
+
+    def _reads(self, keys: Mapping[str, Value] | Sequence[str]) -> list[Op]:
+        """The order that _current, _check_term and _landed rely on."""
+        return [Get(self._mandate.key), Get(self._current_key), *(Get(key) for key in keys)]
+
+    def _read(self, keys: Mapping[str, Value] | Sequence[str]) -> TxnResult:
+        """Leader, current and `keys`, all at one revision. Reading may be repeated, whatever became of the first."""
+        deadline = time.monotonic() + self._client.timeout_s
+        while True:
+            try:
+                return self._client.transact([], self._reads(keys))
+            except AmbiguousError:
+                if time.monotonic() >= deadline:
+                    raise EtcdUnavailable(f"etcd does not answer at {', '.join(self._client.endpoints)}") from None
+
+    def _read_again(self, puts: Mapping[str, Value], deadline: float) -> TxnResult:
+        while True:
+            try:
+                return self._read(puts)
+            except EtcdUnavailable:
+                if time.monotonic() >= deadline:
+                    raise AmbiguousError(
+                        "etcd fell silent during a write of the leader; it may or may not have been applied"
+                    ) from None
+
+    def _landed(self, puts: Mapping[str, Value], witness: _Witness, seen: TxnResult) -> int | None:
+        """The revision at which the write landed, or None if it has not: every key has our value from one and the same
+        revision, later than the witness's."""
+        found = [read[0] if read else None for read in seen.reads[2:]]
+        revisions = {_revision(kv) for kv in found}
+        is_ours = all(
+            kv is not None and kv.value == as_bytes(value) for kv, value in zip(found, puts.values(), strict=True)
+        )
+        if not is_ours or len(revisions) != 1 or min(revisions) <= witness.mod_revision:
+            return None
+        self._current = _current(seen)
+        return min(revisions)
+
+    def _check_term(self, seen: TxnResult) -> None:
+        leader = seen.reads[0][0] if seen.reads[0] else None
+        if leader is None or leader.create_revision != self._mandate.create_revision:
+            raise FencedError(
+                f"not the leader any more: our term began at revision {self._mandate.create_revision}, "
+                + (f"the one of now at {leader.create_revision}" if leader else "now nobody leads")
+            )
+
+
+def _current(seen: TxnResult) -> KeyValue | None:
+    return seen.reads[1][0] if seen.reads[1] else None
+
+
+def _revision(kv: KeyValue | None) -> int:
+    return kv.mod_revision if kv else 0
