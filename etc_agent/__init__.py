@@ -1,0 +1,37 @@
+"""Elastic training: worker processes stay alive while the job changes size.
+
+In a training script: ``import etc_agent as etc``, then `etc.session`. The names here are loaded when first used, so
+that the rooms that need no torch can be imported without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etc_agent.errors import EtcError as EtcError
+    from etc_agent.integrations.train_state import TrainState as TrainState
+    from etc_agent.parallel.config import ParallelConfig as ParallelConfig
+    from etc_agent.worker.context import ParallelContext as ParallelContext
+    from etc_agent.worker.session import Session as Session
+    from etc_agent.worker.session import Step as Step
+    from etc_agent.worker.session import session as session
+
+_HOMES = {
+    "EtcError": "etc_agent.errors",
+    "ParallelConfig": "etc_agent.parallel.config",
+    "ParallelContext": "etc_agent.worker.context",
+    "Session": "etc_agent.worker.session",
+    "Step": "etc_agent.worker.session",
+    "TrainState": "etc_agent.integrations.train_state",
+    "session": "etc_agent.worker.session",
+}
+
+__all__ = ["EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "session"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,96 @@
+"""The process environment: what the launcher said of this worker, and telling the new truth after a switch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SOCKET_VARIABLE
+from etc_agent.errors import EtcError
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
+
+PARALLEL_VARIABLE = "ETC_PARALLEL"
+VERIFY_VARIABLE = "ETC_VERIFY"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEnvironment:
+    """How this worker was started.
+
+    `socket`: the agent's control socket, or None under plain torchrun, where the size is fixed. `store`: ``host:port``
+    of the generation's TCPStore, "" where nothing was said (one process by hand). `verify_dir`: where to write this
+    worker's shards around every migration, or None.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    store: str
+    socket: str | None
+    generation: int
+    parallel: ParallelConfig | None
+    is_joining: bool
+    verify_dir: str | None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
+        """What the environment says.
+
+        Raises:
+            EtcError: a variable is not of its form.
+        """
+        address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+        socket = environ.get(SOCKET_VARIABLE) or None
+        parallel = environ.get(PARALLEL_VARIABLE)
+        try:
+            config = ParallelConfig.parse(parallel) if parallel else None
+        except ValueError as error:
+            raise EtcError(f"{PARALLEL_VARIABLE}: {error}") from None
+        return cls(
+            rank=_integer(environ, "RANK", 0),
+            local_rank=_integer(environ, "LOCAL_RANK", 0),
+            world_size=_integer(environ, "WORLD_SIZE", 1),
+            store=f"{address}:{port}" if address and port else "",
+            socket=socket,
+            generation=_integer(environ, GENERATION_VARIABLE, 1),
+            parallel=config,
+            is_joining=environ.get(JOINING_VARIABLE, "") == "1",
+            verify_dir=environ.get(VERIFY_VARIABLE) or None,
+        )
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise EtcError(f"{name}={text!r} is not a number; start the script with etc-run or torchrun") from None
+
+
+def environment_of(generation: Generation, slot: Slot) -> dict[str, str]:
+    """The variables of the worker at `slot` that depend on the generation, named as torchrun names them.
+
+    LOCAL_RANK is not among them: the slot's device does not change.
+    """
+    rank = generation.placement.index(slot)
+    host, _, port = generation.store.rpartition(":")
+    size = str(generation.config.num_ranks)
+    return {
+        "RANK": str(rank),
+        "ROLE_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": str(sum(each.node == slot.node for each in generation.placement)),
+        "GROUP_RANK": str(generation.nodes.index(slot.node)),
+        "GROUP_WORLD_SIZE": str(len(generation.nodes)),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        GENERATION_VARIABLE: str(generation.id),
+        PARALLEL_VARIABLE: str(generation.config),
+    }

@@ -1,0 +1,54 @@
+"""Calling the script's `build`: on the meta device, in a given world, for a given place in the grid."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.native import TrainState, create_optimizer_state, shards_of
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.state.encoding import encode_layout
+from etc_agent.worker.context import ParallelContext, check_global_batch
+from etc_agent.worker.world import World, build_fake, entered
+
+Build = Callable[[ParallelContext], TrainState]
+
+
+def build_on_meta(build: Build, world: World, device: torch.device, generation: int, global_batch: int) -> TrainState:
+    """This rank's part of the model and optimizer in `world`, optimizer state included, without storage.
+
+    Raises:
+        ValueError: the model refuses the config.
+        EtcError: `build` did not return a TrainState.
+    """
+    check_global_batch(global_batch, world.config)
+    context = ParallelContext(world.config, world.mesh, world.rank, device, generation, global_batch)
+    with entered(world), torch.device("meta"):
+        state = build(context)
+    if not isinstance(state, TrainState):
+        raise EtcError(f"build() returned a {type(state).__name__}; it must return an etc_agent.TrainState")
+    with entered(world):
+        create_optimizer_state(state)
+    return state
+
+
+def describe(
+    build: Build, config: ParallelConfig, device: torch.device, generation: int, global_batch: int
+) -> dict[str, Any]:
+    """The layout that the model would have under `config`, encoded; derived rank by rank without peers or storage.
+
+    Raises:
+        ValueError: the model refuses the config.
+    """
+    check_global_batch(global_batch, config)
+    layout = []
+    for rank in range(config.num_ranks):
+        with contextlib.closing(build_fake(rank, config, device)) as world:
+            state = build_on_meta(build, world, device, generation, global_batch)
+            with entered(world):
+                layout.append(tuple(shards_of(state)))
+    return encode_layout(tuple(layout))

@@ -1,0 +1,376 @@
+"""The session: what a training script holds while its job changes size around it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from etc_agent.control.channel import Channel
+from etc_agent.control.messages import FirstStep, Progress, Raised, Switched
+from etc_agent.errors import EtcError
+from etc_agent.integrations.native import TrainState
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.context import ParallelContext, local_sample_ids
+from etc_agent.worker.environment import WorkerEnvironment
+from etc_agent.worker.model import Build
+from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line
+from etc_agent.worker.reconfiguration import Reconfiguration
+from etc_agent.worker.settings import Record, Settings
+from etc_agent.worker.start import start_fresh
+from etc_agent.worker.switch import Switch, switch
+from etc_agent.worker.vote import Ballot
+from etc_agent.worker.world import deactivate, install
+
+_log = logging.getLogger(__name__)
+_PROGRESS_INTERVAL_S = 1.0
+
+
+class Step:
+    """One training step: ``with step: ...; step.commit()``. `index` counts from 0 over the whole job."""
+
+    def __init__(self, session: Session, index: int) -> None:
+        self._session = session
+        self.index = index
+        self.is_committed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None and not self.is_committed:
+            raise EtcError(f"step {self.index} ended without step.commit(); call it after the backward pass")
+
+    def commit(self, ok: bool = True) -> bool:
+        """Vote, and on every rank or on none apply the step: ``optimizer.step()``, ``scheduler.step()``,
+        ``zero_grad(set_to_none=True)``. The script calls none of these itself.
+
+        `ok`: False where this rank's gradients must not be applied (a NaN, say); then no rank applies them, the
+        gradients are dropped and training goes on with the next step. Returns whether the step was applied.
+
+        Raises:
+            EtcError: this step was committed already.
+            RuntimeError: a rank was lost.
+        """
+        if self.is_committed:
+            raise EtcError(f"step {self.index} was committed already; call step.commit() once")
+        applied = self._session._commit(self, ok)
+        self.is_committed = True
+        return applied
+
+
+class Session:
+    """See `session`."""
+
+    def __init__(
+        self, build: Build, parallel: ParallelConfig | None, environment: WorkerEnvironment, settings: Settings
+    ) -> None:
+        self._build = build
+        self._settings = settings
+        self._environment = environment
+        self._config = parallel or environment.parallel or ParallelConfig(dp=environment.world_size)
+        self._live: LiveGeneration | None = None
+        self._reconfiguration: Reconfiguration | None = None
+        self._step = 0
+        self._num_steps = 0
+        self._pending = 0
+        self._switched: Switch | None = None
+        self._retired: list[Any] = []
+        self._sample_ids: Sequence[int] = ()
+        self._step_start = self._last_progress = time.perf_counter()
+        self._step_end = self._step_start
+
+    # -- what the script uses --------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TrainState:
+        """What `build` returned for the generation in force, with real tensors."""
+        return self._now().state
+
+    @property
+    def parallel(self) -> ParallelContext:
+        """This process's place in the generation in force."""
+        return self._now().parallel
+
+    @property
+    def step(self) -> int:
+        """The index of the next step, or of the one being run."""
+        return self._step
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation in force."""
+        return self._now().id
+
+    def steps(self, num_steps: int) -> Iterator[Step]:
+        """The job's steps from the present one up to `num_steps`, with a safe point before each and after the last.
+
+        A worker that leaves the job ends here with `SystemExit`: nothing after the loop runs in it.
+        """
+        self._num_steps = num_steps
+        while True:
+            self._safe_point()
+            if self._step >= num_steps:
+                return
+            self._step_start = time.perf_counter()
+            step = Step(self, self._step)
+            yield step
+            if not step.is_committed:
+                raise EtcError(f"step {step.index} was left without step.commit(); use it as: with step: ...")
+
+    def batch(self, data: Any) -> Any:
+        """This dp rank's samples of the present step, stacked, on the device.
+
+        Step s takes the samples ``s*GB .. (s+1)*GB - 1`` of the job's endless sequence, cut over dp in order. `data` is
+        indexed with these numbers; wrapping around and shuffling are its own affair.
+        """
+        ids = local_sample_ids(self._step, self.parallel)
+        self._sample_ids = ids
+        samples = [data[i] for i in ids]
+        if all(isinstance(sample, torch.Tensor) for sample in samples):
+            return torch.stack(samples).to(self.parallel.device, non_blocking=True)
+        return _to_device(default_collate(samples), self.parallel.device)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        install()
+        try:
+            self._open()
+        except BaseException as error:
+            self._close(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    def _open(self) -> None:
+        environment = self._environment
+        if environment.socket is not None:
+            try:
+                channel = Channel.connect(environment.socket)
+            except OSError as error:
+                raise EtcError(f"the agent's control socket {environment.socket} does not answer: {error}") from None
+            self._reconfiguration = Reconfiguration(
+                channel, environment.local_rank, self._build, self._settings, lambda: self._live
+            )
+        if not environment.is_joining:
+            self._live = start_fresh(environment, self._config, self._build, self._settings)
+        if self._reconfiguration is not None:
+            self._reconfiguration.start(environment.generation)
+            if environment.is_joining:
+                prepared = self._reconfiguration.await_armed(self._settings.timeout_s)
+                self._switch_to(prepared)
+                self._reconfiguration.entered()
+
+    def _close(self, error: BaseException | None) -> None:
+        if self._reconfiguration is not None:
+            if error is not None and _is_of_user_code(error):
+                self._reconfiguration.report(Raised(one_line(error)))
+            self._reconfiguration.close()
+        live, self._live = self._live, None
+        if live is not None:
+            if error is None:
+                # A rank that goes first must not take the last step's messages with it.
+                dist.barrier()
+            live.world.close()
+            deactivate()
+
+    def _now(self) -> LiveGeneration:
+        if self._live is None:
+            raise EtcError("the session is not open; use it as: with etc.session(build, ...) as session")
+        return self._live
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    def _commit(self, step: Step, ok: bool) -> bool:
+        live, result = self._now(), Ballot(ok, 0)
+        if live.vote is not None:
+            assert self._reconfiguration is not None
+            result = live.vote.cast(Ballot(ok, self._reconfiguration.armed()))
+            if result.armed:
+                self._pending = result.armed
+            else:
+                self._reconfiguration.drop_withdrawn()
+        optimizer, scheduler = live.state.optimizer, live.state.scheduler
+        if optimizer is not None:
+            if result.ok:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if scheduler is not None and result.ok:
+            scheduler.step()
+        self._step += 1
+        if self._settings.record is not None:
+            self._settings.record(step.index, self._sample_ids)
+        self._step_end = time.perf_counter()
+        if self._switched is not None:
+            self._end_first_step()
+        self._report_progress()
+        return result.ok
+
+    def _report_progress(self) -> None:
+        if self._reconfiguration is None or self._step_end - self._last_progress < _PROGRESS_INTERVAL_S:
+            return
+        self._last_progress = self._step_end
+        self._reconfiguration.report(
+            Progress(self.generation, self._step, self._num_steps, self._step_end - self._step_start)
+        )
+
+    def _end_first_step(self) -> None:
+        """The first step after a switch is over: say how long it all took, and let the old generation go."""
+        assert self._switched is not None
+        assert self._reconfiguration is not None
+        start, self._switched = self._switched.start, None
+        self._reconfiguration.report(FirstStep(self.generation, self._step - 1, (self._step_end - start) * 1e3))
+        retired, self._retired = self._retired, []
+        threading.Thread(target=_let_go, args=(retired,), name="etc-let-go", daemon=True).start()
+
+    # -- a change --------------------------------------------------------------------------------------------------
+
+    def _safe_point(self) -> None:
+        if not self._pending:
+            return
+        assert self._reconfiguration is not None
+        generation, self._pending = self._pending, 0
+        self._switch_to(self._reconfiguration.take(generation))
+
+    def _switch_to(self, prepared: PreparedGeneration) -> None:
+        assert self._reconfiguration is not None
+        outcome = switch(prepared, self._live, self._step, self._settings, self._environment.verify_dir)
+        if not outcome.is_committed:
+            self._stay(prepared)
+            return
+        if self._live is not None:
+            outcome.start = self._step_end
+        self._reconfiguration.report(
+            Switched(
+                prepared.generation.id, outcome.step, outcome.phases_ms,
+                outcome.sent_bytes, outcome.received_bytes, outcome.referred_bytes,
+            )
+        )
+        old, self._live, self._step = self._live, prepared.next, outcome.step
+        self._retired = [old, prepared, outcome.farewells]
+        if self._live is None:
+            raise SystemExit(0)
+        self._switched = outcome
+
+    def _stay(self, prepared: PreparedGeneration) -> None:
+        """The migration's vote failed: the previous generation goes on as if nothing had been."""
+        generation = prepared.generation.id
+        prepared.close()
+        if self._live is None:
+            raise SystemExit(0)
+        _log.error("generation %d was not entered; training goes on in generation %d", generation, self.generation)
+
+
+def _let_go(retired: list[Any]) -> None:
+    """Free a generation that is no longer in force: groups, sockets, threads, memory. In the background."""
+    old, prepared, farewells = retired
+    retired.clear()
+    for work in farewells:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            _log.info("a worker left before it was told to: %s", one_line(error))
+    farewells.clear()
+    if old is not None:
+        old.world.close()
+    prepared.next = None
+    prepared.close()
+    del old, prepared
+    # Modules, schedules and hooks refer to each other in circles, and a kept group keeps its sockets and threads.
+    gc.collect()
+
+
+def _is_of_user_code(error: BaseException) -> bool:
+    """Whether `error` is the job's own failure, not a request to stop or a lost peer (which others report)."""
+    if not isinstance(error, Exception) or isinstance(error, dist.DistError):
+        return False
+    return not (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: _to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_to_device(value, device) for value in batch]
+    return batch
+
+
+def session(
+    build: Build,
+    *,
+    global_batch: int = 1,
+    seed: int = 0,
+    parallel: ParallelConfig | str | None = None,
+    record: Record | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float = 1800.0,
+    switch_timeout_s: float = 600.0,
+) -> Session:
+    """An elastic training session, to be used as a context manager::
+
+        with etc.session(build, global_batch=32) as session:
+            for step in session.steps(1000):
+                with step:
+                    loss = train(session.state, session.parallel, session.batch(data))
+                    step.commit()
+
+    Under etc-run the job changes size at the safe points between steps. Under plain torchrun, or started by hand, the
+    same script runs at a fixed size.
+
+    Args:
+        build: called once per generation, under the meta device and beside training, with a `ParallelContext`; returns
+            this rank's `TrainState`. It must touch no process-wide state, and raises ValueError with a one-line message
+            for a config that the model cannot have.
+        global_batch: samples per step over all ranks; dp must divide it.
+        seed: of the random streams. Under one seed every run of one config draws the same numbers.
+        parallel: the config at a fixed size, like ``PP2TP2DP1``; by default ETC_PARALLEL, else data parallel alone.
+        record: called after every step with its index and the ids of the samples that this dp rank trained on.
+        device: where the state lives; by default the slot's GPU, or the CPU where there is none.
+        timeout_s: longest wait for peers in training; the timeout of every process group.
+        switch_timeout_s: longest wait for peers in a change.
+
+    Raises:
+        EtcError, ValueError: what was given cannot work; one line says why.
+    """
+    environment = WorkerEnvironment.read()
+    if global_batch < 1:
+        raise ValueError(f"global_batch must be at least 1, not {global_batch}")
+    settings = Settings(
+        device=_device(device, environment.local_rank),
+        global_batch=global_batch,
+        seed=seed,
+        timeout_s=timeout_s,
+        switch_timeout_s=switch_timeout_s,
+        record=record,
+    )
+    config = ParallelConfig.parse(parallel) if isinstance(parallel, str) else parallel
+    return Session(build, config, environment, settings)
+
+
+def _device(given: torch.device | str | None, local_rank: int) -> torch.device:
+    if given is not None:
+        device = torch.device(given)
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device

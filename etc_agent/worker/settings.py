@@ -1,0 +1,24 @@
+"""What a session was asked for, in one value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Record = Callable[[int, Sequence[int]], None]
+"""(step, ids of the samples that this dp rank trained on in it), called once the step is applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`global_batch` in samples. `timeout_s`: longest wait for peers in the training groups and for the store;
+    `switch_timeout_s`: the same in the groups that migrate."""
+
+    device: torch.device
+    global_batch: int
+    seed: int
+    timeout_s: float
+    switch_timeout_s: float
+    record: Record | None

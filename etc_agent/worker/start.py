@@ -1,0 +1,74 @@
+"""The first generation of a worker that does not join one: its store, groups, state and random stream."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.native import initialise, materialise
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.state.layout import Shard
+from etc_agent.worker.context import ParallelContext, check_global_batch
+from etc_agent.worker.environment import WorkerEnvironment
+from etc_agent.worker.model import Build, build_on_meta
+from etc_agent.worker.prepare import LiveGeneration
+from etc_agent.worker.rng import start_stream
+from etc_agent.worker.settings import Settings
+from etc_agent.worker.vote import Vote
+from etc_agent.worker.world import activate, build, connect_store
+
+
+def start_fresh(
+    environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings
+) -> LiveGeneration:
+    """Make and enter the generation that this worker was started for. Collective over its ranks.
+
+    Raises:
+        ValueError: the model refuses `config`.
+        EtcError: the config is of another size than the job, or the store does not answer.
+    """
+    if config.num_ranks != environment.world_size:
+        raise EtcError(
+            f"{config} has {config.num_ranks} ranks, but {environment.world_size} workers were started; "
+            f"choose a config whose degrees multiply to {environment.world_size}"
+        )
+    check_global_batch(settings.global_batch, config)
+    store = dist.PrefixStore(f"gen{environment.generation}", _store(environment, settings))
+    world = build(
+        dist.PrefixStore("world", store), environment.rank, config, environment.generation, settings.device,
+        settings.timeout_s,
+    )
+    # Under plain torchrun nothing can change between two steps, so there is nothing to vote about.
+    vote = None
+    if environment.socket is not None:
+        vote = Vote(dist.PrefixStore("vote", store), environment.rank, config.num_ranks, settings.timeout_s)
+    activate(world)
+    state = build_on_meta(script, world, settings.device, environment.generation, settings.global_batch)
+    start_stream(settings.seed, environment.generation, environment.rank)
+    materialise(state, lambda shard, meta: _fresh(shard, meta, settings.device))
+    initialise(state)
+    context = ParallelContext(
+        config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch
+    )
+    return LiveGeneration(environment.generation, world, vote, state, context)
+
+
+def _fresh(shard: Shard, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.zeros_like(meta, device=device)
+
+
+def _store(environment: WorkerEnvironment, settings: Settings) -> dist.Store:
+    """The store at which the ranks meet: the agent's, torchrun's, or one of this process alone."""
+    if environment.socket is not None:
+        return connect_store(environment.store, settings.timeout_s)
+    if environment.world_size == 1 and "RANK" not in os.environ:
+        return dist.HashStore()
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=settings.timeout_s)))
+    except (ValueError, RuntimeError) as error:
+        raise EtcError(f"cannot meet the other workers: {str(error).splitlines()[0]}") from None
+    return store

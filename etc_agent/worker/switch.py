@@ -1,0 +1,181 @@
+"""The switch: at a safe point, from the previous generation to the prepared one. Training stands still here.
+
+    host state from old rank 0 -> migrate -> vote: the commit point -> swap
+
+Until the vote nothing of the previous generation is touched, so a failed vote costs only the time. After it every
+worker is in the new generation, and those that leave go once every other worker has seen the vote succeed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.native import host_state, load_host_state, rng_state, set_rng_state, shards_of
+from etc_agent.worker.environment import environment_of
+from etc_agent.worker.exchange import broadcast_json
+from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line
+from etc_agent.worker.rng import start_stream
+from etc_agent.worker.settings import Settings
+from etc_agent.worker.verify import write_shards
+from etc_agent.worker.vote import Ballot, minimum
+from etc_agent.worker.world import activate, deactivate, entered
+
+_log = logging.getLogger(__name__)
+_DONE_TAG = 1 << 30
+
+
+@dataclass(slots=True, eq=False)
+class Switch:
+    """What came of a switch. `is_committed`: the new generation is in force; else the old one still is.
+
+    `start`: when this worker knew the switch had begun (`time.perf_counter`); `step`: the first of the new generation.
+    `farewells`: sends to the workers that leave, to be waited for before the group goes.
+    """
+
+    is_committed: bool
+    step: int
+    start: float
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    referred_bytes: int = 0
+    farewells: list[dist.Work] = field(default_factory=list)
+
+
+def switch(
+    prepared: PreparedGeneration,
+    live: LiveGeneration | None,
+    step: int,
+    settings: Settings,
+    verify_dir: str | None,
+) -> Switch:
+    """Move into `prepared`; `live` is None on a worker that joins, `step` the next step on one that does not.
+
+    Raises:
+        EtcError: a worker was lost before the vote's result was known.
+    """
+    outcome = Switch(False, step, time.perf_counter())
+    try:
+        carried = _share_host_state(prepared, live, outcome)
+        ok = _migrate(prepared, live, carried, outcome, verify_dir)
+        with _phase(outcome, "vote"):
+            outcome.is_committed = minimum(prepared.group, Ballot(ok, 0)).ok
+    except RuntimeError as error:
+        raise EtcError(
+            f"the switch to generation {prepared.generation.id} broke off before its vote: {one_line(error)}"
+        ) from error
+    if outcome.is_committed:
+        with _phase(outcome, "swap"):
+            _swap(prepared, outcome, settings, verify_dir)
+    return outcome
+
+
+def _share_host_state(prepared: PreparedGeneration, live: LiveGeneration | None, outcome: Switch) -> dict:
+    # A worker that joins has been waiting in this broadcast; its stop begins when the old rank 0 arrives.
+    value = None
+    if live is not None:
+        with _phase(outcome, "host_state"):
+            if prepared.seat.worker == 0:
+                value = {"step": outcome.step, "state": host_state(live.state)}
+            value = broadcast_json(prepared.group, 0, value)
+    else:
+        value = broadcast_json(prepared.group, 0, None)
+        outcome.start = time.perf_counter()
+    outcome.step = value["step"]
+    return value["state"]
+
+
+def _migrate(
+    prepared: PreparedGeneration, live: LiveGeneration | None, carried: dict, outcome: Switch, verify_dir: str | None
+) -> bool:
+    """Move the tensors; whether that went well here. A worker whose part fails says so in the vote that follows."""
+    try:
+        with _phase(outcome, "refresh"):
+            if live is not None:
+                _refresh(prepared, live, verify_dir)
+        with _phase(outcome, "migrate"):
+            report = prepared.migration.run()
+        with _phase(outcome, "load"):
+            if prepared.next is not None:
+                load_host_state(prepared.next.state, carried)
+    except Exception as error:
+        _log.error("generation %d: migration failed: %s", prepared.generation.id, one_line(error), exc_info=True)
+        return False
+    outcome.sent_bytes, outcome.received_bytes = report.sent_bytes, report.received_bytes
+    outcome.referred_bytes = report.referred_bytes
+    return True
+
+
+def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str | None) -> None:
+    """Take the state as the last step left it: the optimizer may have replaced tensors since the preparation."""
+    sources = shards_of(live.state)
+    if prepared.old_stream is not None:
+        shard, buffer = prepared.old_stream
+        buffer.copy_(rng_state(live.parallel.device))
+        sources[shard] = buffer
+    prepared.migration.refresh(sources)
+    if verify_dir is not None and prepared.seat.old_rank is not None:
+        write_shards(verify_dir, prepared.generation.id, "old", prepared.seat.old_rank, sources)
+
+
+def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings, verify_dir: str | None) -> None:
+    """The vote has succeeded: nothing in here may fail for reasons of the job."""
+    _say_farewell(prepared, outcome)
+    following = prepared.next
+    if following is None:
+        deactivate()
+        return
+    activate(following.world)
+    os.environ.update(environment_of(prepared.generation, prepared.slot))
+    if prepared.new_stream is not None:
+        set_rng_state(settings.device, prepared.new_stream[1])
+    else:
+        start_stream(settings.seed, prepared.generation.id, following.parallel.rank)
+    if verify_dir is not None:
+        with entered(following.world):
+            shards = shards_of(following.state)
+        if prepared.new_stream is not None:
+            shards[prepared.new_stream[0]] = rng_state(settings.device)
+        write_shards(verify_dir, prepared.generation.id, "new", following.parallel.rank, shards)
+
+
+def _say_farewell(prepared: PreparedGeneration, outcome: Switch) -> None:
+    """Tell each worker that leaves that this one has seen the vote; one that leaves waits for all the others.
+
+    A process that exits earlier could take the vote's last messages with it.
+    """
+    worker, group = prepared.seat.worker, prepared.group
+    byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    for leaver in prepared.seat.leaving:
+        if leaver != worker:
+            outcome.farewells.append(group.send([byte], leaver, _DONE_TAG))
+    if prepared.next is None:
+        _await_farewells(prepared)
+
+
+def _await_farewells(prepared: PreparedGeneration) -> None:
+    group = prepared.group
+    others = [other for other in range(prepared.seat.num_workers) if other != prepared.seat.worker]
+    works = [group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], other, _DONE_TAG) for other in others]
+    for other, work in zip(others, works, strict=True):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            # It has seen the vote or is dead; either way it needs nothing more from here.
+            _log.info("worker %d went before saying so: %s", other, one_line(error))
+
+
+@contextmanager
+def _phase(outcome: Switch, name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    outcome.phases_ms[name] = (time.perf_counter() - start) * 1e3

@@ -1,0 +1,43 @@
+"""The one small collective of a step: eight bytes, MIN over every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from etc_agent.worker.world import raw_group
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What one rank says, or what all ranks together said: `ok` on every rank, and the least `armed` generation."""
+
+    ok: bool
+    armed: int
+
+
+class Vote:
+    """Votes of one generation, over a CPU gloo group of its own."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
+        self._group = raw_group(store, rank, size, timeout_s)
+
+    def cast(self, ballot: Ballot) -> Ballot:
+        """Vote, and return the result: the same on every rank.
+
+        Raises:
+            RuntimeError: a rank was lost, or did not vote in time.
+        """
+        return minimum(self._group, ballot)
+
+
+def minimum(group: dist.ProcessGroup, ballot: Ballot) -> Ballot:
+    """MIN of all ranks' ballots over a raw group."""
+    values = torch.tensor([ballot.ok, ballot.armed], dtype=torch.int32, device="cpu")
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+    group.allreduce([values], options).wait()
+    ok, armed = values.tolist()
+    return Ballot(bool(ok), armed)
