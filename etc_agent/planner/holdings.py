@@ -20,7 +20,6 @@ from etc_agent.planner.errors import PlanError
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Manifest
 
-
 _Owned = tuple[int, int, Box]
 """(0 for the previous layout or 1 for the current one, worker or rank, box)."""
 
