@@ -1,0 +1,87 @@
+"""Whether this `etc-run` may enter the run it names: the same job may be joined, a finished one is replaced."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from typing import Any
+
+from etc_agent.agent.settings import JobSettings
+from etc_agent.errors import EtcError
+from etc_agent.reconfig.records import Current, Outcome
+from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.errors import AmbiguousError
+from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.values import Compare, Delete, DeletePrefix, KeyValue, Put
+
+logger = logging.getLogger(__name__)
+
+
+def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
+    """Enter the run: as its first agent, as one more of a running job, or in place of one that is over.
+
+    Returns the job's incarnation, which tells this run of the job from any later one.
+
+    Raises:
+        EtcError: a different job runs under this run id.
+    """
+    spec = job_spec(settings)
+    while True:
+        entries, _ = client.get_prefix(keys.root)
+        found = {entry.key: entry for entry in entries}
+        job = found.get(keys.job)
+        if job is not None and _is_alive(found, keys):
+            running = job.json()
+            _check_same(running, spec, settings.run_id)
+            return str(running["incarnation"])
+        incarnation = uuid.uuid4().hex
+        if _begin(client, keys, job, {**spec, "incarnation": incarnation}):
+            return incarnation
+
+
+def job_spec(settings: JobSettings) -> dict[str, Any]:
+    """What makes two `etc-run` the same job."""
+    return {
+        "entrypoint": str(settings.entrypoint),
+        "args": [str(arg) for arg in settings.args],
+        "nnodes": f"{settings.min_nodes}:{settings.max_nodes}",
+        "parallel": str(settings.parallel) if settings.parallel else None,
+        "allowed": [str(config) for config in settings.allowed] if settings.allowed is not None else None,
+        "global_batch": settings.global_batch,
+        "max_restarts": settings.max_restarts,
+    }
+
+
+def _is_alive(found: dict[str, KeyValue], keys: JobKeys) -> bool:
+    current = found.get(keys.current)
+    if current is not None and Current.from_json(current.json()).outcome is not Outcome.RUNNING:
+        return False
+    return any(key.startswith(keys.nodes_prefix) for key in found)
+
+
+def _check_same(running: dict[str, Any], spec: dict[str, Any], run_id: str) -> None:
+    for field, value in spec.items():
+        if running.get(field) != value:
+            raise EtcError(
+                f"run id {run_id!r} is in use by another job: its {field} is {running.get(field)!r}, ours {value!r}; "
+                "choose another --rdzv-id, or wait until that job has ended"
+            )
+
+
+def _begin(client: EtcdClient, keys: JobKeys, job: KeyValue | None, spec: dict[str, Any]) -> bool:
+    """Write the job's first record, once; whether we did. What a dead run left is removed in the same transaction."""
+    revision = job.mod_revision if job else 0
+    stale = [keys.nodes_prefix, keys.generations_prefix, keys.acks_prefix, keys.history_prefix, keys.drains_prefix]
+    ops = [DeletePrefix(prefix) for prefix in stale] if job else []
+    gone = [keys.current, keys.status, keys.leader, keys.job_state, keys.reply, keys.scale, keys.pause] if job else []
+    try:
+        put = Put(keys.job, json.dumps(spec))
+        result = client.transact(
+            [Compare.mod_revision(keys.job, revision)], [*ops, *(Delete(key) for key in gone), put]
+        )
+    except AmbiguousError:
+        return False
+    if result.succeeded and job:
+        logger.info("run id %r was used before by a job that is over; its records are replaced", keys.run_id)
+    return result.succeeded

@@ -1,0 +1,72 @@
+"""The agent's end of the control channel: a Unix socket in a folder that only this user can enter."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from etc_agent.control.channel import Channel, same_user
+from etc_agent.control.messages import Hello, Message
+
+logger = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """Accepts workers and hands on what they say.
+
+    `on_message(hello, channel, message)` is called from reader threads: `hello` is the connection's first message,
+    which says whose connection it is (and is itself handed on first). The last message is None: the worker has closed.
+    """
+
+    def __init__(self, folder: Path, on_message: Callable[[Hello, Channel, Message | None], None]) -> None:
+        self.path = folder / "control.sock"
+        self._on_message = on_message
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.path))
+        self.path.chmod(0o600)
+        self._listener.listen(64)
+        self._channels: set[Channel] = set()
+        threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
+
+    def close(self) -> None:
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._listener.close()
+        for channel in list(self._channels):
+            channel.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            channel = Channel(connection)
+            if not same_user(channel):
+                logger.warning("a process of another user tried to speak on the control socket; it was turned away")
+                channel.close()
+                continue
+            self._channels.add(channel)
+            threading.Thread(target=self._read, args=(channel,), name="control-read", daemon=True).start()
+
+    def _read(self, channel: Channel) -> None:
+        hello: Hello | None = None
+        try:
+            while (message := channel.receive()) is not None:
+                if hello is None:
+                    if not isinstance(message, Hello):
+                        raise ValueError(f"the first control message must be hello, not {message.type}")
+                    hello = message
+                self._on_message(hello, channel, message)
+        except ValueError as error:
+            logger.warning("a worker's control connection was closed: %s", error)
+        finally:
+            self._channels.discard(channel)
+            channel.close()
+            if hello is not None:
+                self._on_message(hello, channel, None)

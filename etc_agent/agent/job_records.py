@@ -1,0 +1,105 @@
+"""The job's keys, read from a mirror of etcd into the typed records that decisions are made from."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.records import Ack, Current, NodeRecord, Request
+from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.values import KeyValue
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecords:
+    """Everything under the job's prefix at one revision.
+
+    `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write is fenced
+    by it.
+    """
+
+    incarnation: str = ""
+    nodes: tuple[NodeRecord, ...] = ()
+    leader: str = ""
+    current: Current = field(default_factory=Current)
+    current_revision: int = 0
+    generations: Mapping[int, Generation] = field(default_factory=dict)
+    acks: Mapping[tuple[int, str], Ack] = field(default_factory=dict)
+    scale: Request | None = None
+    drains: frozenset[str] = frozenset()
+    paused: bool = False
+
+
+class RecordReader:
+    """Turns snapshots into `JobRecords`. Values that did not change since the last snapshot are not parsed again."""
+
+    def __init__(self, keys: JobKeys) -> None:
+        self._keys = keys
+        self._parsed: dict[tuple[str, int], object] = {}
+
+    def read(self, snapshot: Mapping[str, KeyValue]) -> JobRecords:
+        """The records in `snapshot` (key -> value). A value that is not what its key wants is reported and left out."""
+        keys, parsed = self._keys, {}
+        nodes: list[NodeRecord] = []
+        generations: dict[int, Generation] = {}
+        acks: dict[tuple[int, str], Ack] = {}
+        drains: set[str] = set()
+        for key, item in snapshot.items():
+            identity = (key, item.mod_revision)
+            record = self._parsed[identity] if identity in self._parsed else self._parse(item)
+            parsed[identity] = record
+            if isinstance(record, NodeRecord):
+                nodes.append(record)
+            elif isinstance(record, Generation):
+                generations[record.id] = record
+            elif isinstance(record, Ack):
+                acks[record.generation, record.node] = record
+            elif key.startswith(keys.drains_prefix):
+                drains.add(key.removeprefix(keys.drains_prefix))
+        self._parsed = parsed
+        current, scale = snapshot.get(keys.current), snapshot.get(keys.scale)
+        record = parsed.get((keys.current, current.mod_revision)) if current else None
+        leader = snapshot.get(keys.leader)
+        pause = snapshot.get(keys.pause)
+        job = snapshot.get(keys.job)
+        incarnation = parsed.get((keys.job, job.mod_revision)) if job else None
+        return JobRecords(
+            incarnation=incarnation if isinstance(incarnation, str) else "",
+            nodes=tuple(nodes),
+            leader=leader.value.decode(errors="replace") if leader else "",
+            current=record if isinstance(record, Current) else Current(),
+            current_revision=current.mod_revision if current else 0,
+            generations=generations,
+            acks=acks,
+            scale=Request(scale.value.decode(errors="replace"), scale.mod_revision) if scale else None,
+            drains=frozenset(drains),
+            paused=pause is not None and _is_true(pause.value),
+        )
+
+    def _parse(self, item: KeyValue) -> object:
+        keys = self._keys
+        try:
+            if item.key == keys.job:
+                return str(json.loads(item.value)["incarnation"])
+            if item.key == keys.current:
+                return Current.from_json(json.loads(item.value))
+            if item.key.startswith(keys.nodes_prefix):
+                record = NodeRecord.from_json(json.loads(item.value))
+                return replace(record, joined=item.create_revision)
+            if item.key.startswith(keys.generations_prefix):
+                return Generation.from_json(json.loads(item.value))
+            if item.key.startswith(keys.acks_prefix):
+                return Ack.from_json(json.loads(item.value))
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("%s holds something that is not ours (%s); it is left out", item.key, error)
+        return None
+
+
+def _is_true(value: bytes) -> bool:
+    """Whether a person who wrote this meant yes: anything but nothing and no."""
+    return value.decode(errors="replace").strip().lower() not in ("", "0", "false", "no")

@@ -1,0 +1,152 @@
+"""From settings to exit code: sets up everything one node's agent needs, runs it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from etc_agent.agent.admission import admit
+from etc_agent.agent.guardian import Guardian
+from etc_agent.agent.node import Inbox, NodeAgent, SignalReceived, install_signal_handlers
+from etc_agent.agent.settings import EtcdSettings, JobSettings
+from etc_agent.errors import EtcError
+from etc_agent.reconfig.records import NodeRecord
+from etc_agent.rendezvous.client import EtcdClient, Tls
+from etc_agent.rendezvous.errors import NameTakenError
+from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.membership import Membership
+from etc_agent.rendezvous.mirror import Mirror
+from etc_agent.rendezvous.server import EtcdServer
+
+logger = logging.getLogger(__name__)
+
+_MAX_NAMES = 64
+
+
+def run_job(settings: JobSettings) -> int:
+    """Run this node's part of the job. Returns the exit code for the shell; errors are one line on standard error."""
+    _log_to_stderr()
+    try:
+        with _early_signals(), ExitStack() as stack:
+            agent = _assemble(settings, stack)
+            return agent.run()
+    except EtcError as error:
+        print(f"etc-run: {error}", file=sys.stderr)
+        return 1
+    except SignalReceived as received:
+        print(f"etc-run: stopped by {received}", file=sys.stderr)
+        return 128 + received.number
+    except SignalException as received:  # torchelastic's own handler was in place for a moment
+        return 128 + int(received.sigval)
+
+
+def _assemble(settings: JobSettings, stack: ExitStack) -> NodeAgent:
+    """Start everything in order; `stack` undoes it in reverse, whatever happens."""
+    stack.callback(_ignore_signals)
+    guardian = Guardian()
+    stack.callback(guardian.close)
+    run_folder = Path(tempfile.mkdtemp(prefix="etc-run-"))
+    guardian.remove_folder(run_folder)
+    endpoints = settings.etcd.endpoints
+    if settings.standalone:
+        endpoints = (stack.enter_context(EtcdServer()).endpoint,)
+        print(f"etcd: {endpoints[0]} run id: {settings.run_id}", file=sys.stderr, flush=True)
+    client = stack.enter_context(_client(settings.etcd, endpoints, settings.timeouts.etcd_s))
+    keys = JobKeys(settings.run_id, settings.etcd.prefix)
+    incarnation = admit(settings, client, keys)
+    inbox = Inbox()
+    mirror = Mirror(client, keys.root, inbox.changed)
+    stack.callback(mirror.close)
+    store = _host_store()
+    address = settings.local_addr or ("127.0.0.1" if settings.standalone else socket.getfqdn())
+    record, membership = _register(settings, client, keys, address, store.port)
+    stack.callback(membership.close)
+    mirror.wait_for(lambda snapshot: membership.key in snapshot, settings.timeouts.etcd_s)
+    agent = NodeAgent(
+        settings, record, client, keys, mirror, membership, guardian, inbox, incarnation, run_folder,
+        _log_folder(settings),
+    )
+    stack.callback(agent.close)
+    stack.callback(_ignore_signals)
+    install_signal_handlers(inbox)
+    stack.callback(lambda: store and None)  # the store lives as long as the agent
+    return agent
+
+
+def _client(etcd: EtcdSettings, endpoints: tuple[str, ...], timeout_s: float) -> EtcdClient:
+    tls = Tls(etcd.ca_file, etcd.cert_file, etcd.key_file) if etcd.ca_file else None
+    return EtcdClient(endpoints, tls=tls, user=etcd.user, password=etcd.password, timeout_s=timeout_s)
+
+
+def _host_store() -> TCPStore:
+    """This agent's store, for its whole life, on a free port."""
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def _register(
+    settings: JobSettings, client: EtcdClient, keys: JobKeys, address: str, store_port: int
+) -> tuple[NodeRecord, Membership]:
+    """Enter the job under a name that no live node has."""
+    wanted = settings.local_addr or socket.gethostname()
+    for number in range(1, _MAX_NAMES + 1):
+        name = wanted if number == 1 else f"{wanted}-{number}"
+        record = NodeRecord(name, address, settings.num_slots, store_port, uuid.uuid4().hex, rank=settings.node_rank)
+        try:
+            value = json.dumps(record.to_json())
+            ttl_s = max(1, round(settings.timeouts.lease_s))
+            return record, Membership(client, keys.node(name), value, ttl_s=ttl_s)
+        except NameTakenError:
+            continue
+    raise EtcError(f"{_MAX_NAMES} nodes are called {wanted}; give each its own with --local-addr")
+
+
+def _log_folder(settings: JobSettings) -> Path | None:
+    """Where the logs of this node's workers go, or None where torchrun would keep none."""
+    root = settings.launch_config.logs_specs.root_log_dir
+    return None if root == os.devnull else Path(root) / settings.run_id
+
+
+@contextmanager
+def _early_signals() -> Iterator[None]:
+    """Until the loop takes them in turn, signals interrupt the set-up."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise SignalReceived(number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """While things are taken down in order; what hangs is bounded by timeouts, and the guardian has the last word."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _log_to_stderr() -> None:
+    """Our own lines, plainly; torch's loggers stay as torch has configured them."""
+    root = logging.getLogger("etc_agent")
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("etc-run: %(message)s"))
+        root.addHandler(handler)
+        root.setLevel(os.environ.get("ETC_LOG_LEVEL", "INFO").upper())
+        root.propagate = False

@@ -1,0 +1,179 @@
+"""The leader's half of an agent: builds the view, asks `reconfig` what to do, and does it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from etc_agent.agent.job_records import JobRecords
+from etc_agent.agent.local_workers import LocalWorkers
+from etc_agent.control import messages
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.reconfig.leader import decide
+from etc_agent.reconfig.member import indices
+from etc_agent.reconfig.records import Current, Outcome, Phase, Result
+from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
+from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.election import Election, Mandate
+from etc_agent.rendezvous.errors import EtcdError, FencedError
+from etc_agent.rendezvous.fenced import FencedWriter
+from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.state.encoding import decode_layout
+from etc_agent.state.layout import Layout
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_S = 30.0
+_STATUS_S = 2.0
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    """How long a value has been the same."""
+
+    value: object = None
+    since: float = 0.0
+
+    def elapsed(self, value: object) -> float:
+        now = time.monotonic()
+        if value != self.value:
+            self.value, self.since = value, now
+        return now - self.since
+
+
+class Leadership:
+    """Runs in every agent, so that its clocks are warm when the lead falls to it; acts only while it leads."""
+
+    def __init__(self, node: str, policy: Policy, client: EtcdClient, keys: JobKeys, workers: LocalWorkers) -> None:
+        self._node, self._policy = node, policy
+        self._client, self._keys, self._workers = client, keys, workers
+        self._descriptions: dict[ParallelConfig, Layout | str] = {}
+        self._asked: dict[ParallelConfig, float] = {}
+        self._writer: FencedWriter | None = None
+        self._mandate: Mandate | None = None
+        self._nodes, self._phase, self._failed = _Stopwatch(), _Stopwatch(), _Stopwatch()
+        self._status: dict[str, object] = {}
+        self._status_at = 0.0
+
+    def observe(self, records: JobRecords) -> View:
+        """The view of this moment. Call it on every change, leader or not."""
+        quiet_s = self._nodes.elapsed({(node.name, node.instance, node.state) for node in records.nodes})
+        phase_s = self._phase.elapsed(records.current)
+        committed = records.current.committed
+        failures = any(ack.failure for (generation, _), ack in records.acks.items() if generation >= committed)
+        failed_s = self._failed.elapsed((committed, failures))
+        return View(
+            self._policy, records.nodes, records.current, records.generations, records.acks, records.scale,
+            records.drains, records.paused, self._descriptions, quiet_s, phase_s, failed_s if failures else 0.0,
+        )
+
+    def learn(self, described: messages.Described) -> None:
+        """A worker's answer to a question of ours."""
+        config = ParallelConfig.parse(described.config)
+        layout = described.layout
+        self._descriptions[config] = decode_layout(layout) if layout is not None else described.error or "refused"
+
+    def lead(self, election: Election, records: JobRecords, view: View) -> float:
+        """Decide and act once. Returns in how many seconds to look again if nothing changes."""
+        mandate = election.mandate
+        if mandate is None:
+            return float("inf")
+        try:
+            if self._writer is None or mandate != self._mandate:
+                self._writer, self._mandate = FencedWriter(self._client, mandate, self._keys.current), mandate
+            known = self._writer.current
+            if (known.mod_revision if known else 0) != records.current_revision:
+                return self._catch_up(records)
+            match decide(view):
+                case Wait(seconds):
+                    self._write_status(records)
+                    return seconds
+                case Describe(config):
+                    return self._ask(config, records)
+                case Write() as write:
+                    self._execute(write, records)
+                    return 0.0
+        except FencedError as error:
+            logger.info("a decision was not written: %s", error)
+            self._writer = None
+        except EtcdError as error:
+            logger.warning("the leader cannot write to etcd, and decides nothing until it can: %s", error)
+            self._writer = None
+        return 1.0
+
+    def _catch_up(self, records: JobRecords) -> float:
+        """Our mirror is behind our own last write, or somebody else has written `current`."""
+        assert self._writer is not None
+        known = self._writer.current
+        if known is None or known.mod_revision < records.current_revision:
+            self._writer.reload()
+        return 0.2
+
+    def _ask(self, config: ParallelConfig, records: JobRecords) -> float:
+        now = time.monotonic()
+        if now - self._asked.get(config, -_ASK_AGAIN_S) >= _ASK_AGAIN_S:
+            members = indices(self._node, records.generations[records.current.committed])
+            if self._workers.ask(messages.Describe(str(config)), members):
+                self._asked[config] = now
+        return 1.0
+
+    def _execute(self, write: Write, records: JobRecords) -> None:
+        puts = {self._keys.current: json.dumps(write.current.to_json())}
+        if write.generation is not None:
+            puts[self._keys.generation(write.generation.id)] = json.dumps(write.generation.to_json())
+        if write.reply is not None:
+            puts[self._keys.reply] = json.dumps(write.reply.to_json())
+        if write.history is not None:
+            history = replace(write.history, time=time.time())
+            puts[self._keys.history(history.generation)] = json.dumps(history.to_json())
+        assert self._writer is not None
+        self._writer.write(puts)
+        _announce(write, records.current)
+
+    def _write_status(self, records: JobRecords) -> None:
+        committed = records.generations.get(records.current.committed)
+        if committed is None or time.monotonic() - self._status_at < _STATUS_S:
+            return
+        progress = self._workers.progress()
+        status: dict[str, object] = {
+            "generation": committed.id,
+            "config": str(committed.config),
+            "phase": str(records.current.phase),
+            "step": progress.step if progress else None,
+            "num_steps": progress.num_steps if progress else None,
+            "rate_steps_per_s": round(1 / progress.step_s, 3) if progress and progress.step_s > 0 else None,
+            "workers": committed.config.num_ranks,
+            "nodes": list(committed.nodes),
+        }
+        if status != self._status:
+            assert self._writer is not None
+            self._writer.write({self._keys.status: json.dumps(status)})
+            self._status, self._status_at = status, time.monotonic()
+
+
+def _announce(write: Write, before: Current) -> None:
+    """One line for people about what was decided."""
+    current, generation, history = write.current, write.generation, write.history
+    if write.reply is not None and write.reply.result in (Result.REFUSED, Result.PENDING):
+        logger.warning("request %r %s: %s", write.reply.request, write.reply.result, write.reply.message)
+    if current.outcome is not Outcome.RUNNING:
+        level = logging.INFO if current.outcome is Outcome.SUCCEEDED else logging.ERROR
+        logger.log(level, "the job %s: %s", current.outcome, current.why)
+    elif generation is not None:
+        verb = "starts" if generation.is_fresh else "is prepared beside training"
+        what = f"{generation.config} on {generation.config.num_ranks} workers"
+        logger.info("generation %d, %s, %s (%s)", generation.id, what, verb, generation.reason)
+    elif history is not None and history.outcome == "withdrawn":
+        logger.warning("generation %d is withdrawn: %s", history.generation, history.why)
+    elif history is not None and before.committed != current.committed:
+        logger.info(
+            "generation %d, %s, trains from step %d; %d workers kept, %d started, %d stopped, %.1f MB moved",
+            history.generation, history.config, history.step, history.kept, history.started, history.stopped,
+            history.moved_bytes / 1e6,
+        )
+    elif history is not None and history.stop_ms is not None:
+        logger.info("generation %d: training stood still for %.0f ms", history.generation, history.stop_ms)
+    elif current.phase is Phase.ARMED:
+        logger.debug("generation %d is armed", current.proposed)

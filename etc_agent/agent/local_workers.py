@@ -1,0 +1,159 @@
+"""The workers of this node: their processes, what they reported and what they were told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from etc_agent.agent.guardian import Guardian
+from etc_agent.agent.workers import WorkerProcess
+from etc_agent.control.channel import Channel
+from etc_agent.control.messages import (
+    Described,
+    FirstStep,
+    Hello,
+    Message,
+    Prepared,
+    Progress,
+    Raised,
+    Refused,
+    Switched,
+)
+from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.member import WorkerView
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 2.0
+"""How long an ended worker's last messages are waited for."""
+
+
+@dataclass(slots=True)
+class LocalWorker:
+    """One worker: its process and the state of the conversation with it."""
+
+    slot: Slot
+    started_for: int
+    process: WorkerProcess
+    channel: Channel | None = None
+    is_closed: bool = False
+    ended_at: float = 0.0
+    told: set[tuple[str, int]] = field(default_factory=set)
+    reports: dict[str, dict[int, Message]] = field(default_factory=lambda: defaultdict(dict))
+    progress: Progress | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, once the process has ended and everything that it said has been read."""
+        if self.process.exit_code is None or self.channel is None or self.is_closed:
+            return self.process.exit_code
+        return self.process.exit_code if time.monotonic() - self.ended_at > _LAST_WORDS_S else None
+
+    def view(self) -> WorkerView:
+        return WorkerView(
+            self.slot.index,
+            self.started_for,
+            in_session=self.channel is not None,
+            exit_code=self.exit_code,
+            failure=self.process.failure(str(self.slot)) if self.exit_code is not None else None,
+            told=frozenset(self.told),
+            prepared=dict(self.reports[Prepared.type]),  # type: ignore[arg-type]
+            refused=dict(self.reports[Refused.type]),  # type: ignore[arg-type]
+            switched=dict(self.reports[Switched.type]),  # type: ignore[arg-type]
+            first_step=dict(self.reports[FirstStep.type]),  # type: ignore[arg-type]
+        )
+
+
+class LocalWorkers:
+    """All workers of the node by slot index. Used from the agent's main thread only."""
+
+    def __init__(self, node: str, guardian: Guardian) -> None:
+        self._node = node
+        self._guardian = guardian
+        self._workers: dict[int, LocalWorker] = {}
+
+    def views(self) -> dict[int, WorkerView]:
+        return {index: worker.view() for index, worker in self._workers.items()}
+
+    def add(self, index: int, started_for: int, process: WorkerProcess) -> None:
+        """A process was started in slot `index`; the one that was there before has ended."""
+        self._guardian.watch_group(process.pid)
+        self._workers[index] = LocalWorker(Slot(self._node, index), started_for, process)
+
+    def poll(self) -> None:
+        """Look for ended processes."""
+        for worker in self._workers.values():
+            if worker.process.exit_code is None and worker.process.poll() is not None:
+                worker.ended_at = time.monotonic()
+                self._guardian.forget_group(worker.process.pid)
+                worker.process.kill_group()
+
+    def stop(self, index: int, grace_s: float, *, after_s: float = 0.0) -> None:
+        self._workers[index].process.stop(grace_s, after_s=after_s)
+
+    def stop_all(self, grace_s: float) -> None:
+        for worker in self._workers.values():
+            if worker.process.exit_code is None:
+                worker.process.stop(grace_s)
+
+    def kill_all(self) -> None:
+        for worker in self._workers.values():
+            if worker.process.exit_code is None:
+                worker.process.kill_group()
+
+    @property
+    def are_running(self) -> bool:
+        return any(worker.process.exit_code is None for worker in self._workers.values())
+
+    def tell(self, index: int, generation: int, message: Message) -> None:
+        """Send `message` once."""
+        worker = self._workers[index]
+        worker.told.add((message.type, generation))
+        if worker.channel is not None:
+            try:
+                worker.channel.send(message)
+            except OSError:
+                logger.debug("worker %s is gone; %s was not delivered", worker.slot, message.type)
+
+    def ask(self, message: Message, members: frozenset[int]) -> bool:
+        """Send `message` to the first worker of `members` that runs a session; whether there is one."""
+        for index in sorted(members):
+            worker = self._workers.get(index)
+            if worker is not None and worker.channel is not None and worker.process.exit_code is None:
+                try:
+                    worker.channel.send(message)
+                    return True
+                except OSError:
+                    continue
+        return False
+
+    def receive(self, hello: Hello, channel: Channel, message: Message | None) -> Described | None:
+        """Take in what a worker said. A description is returned, for it is the leader's."""
+        worker = self._workers.get(hello.local_rank)
+        if worker is None or worker.started_for != hello.generation:
+            return None
+        match message:
+            case None:
+                worker.is_closed = True
+            case Hello():
+                worker.channel = channel
+            case Described():
+                return message
+            case Prepared() | Refused() | Switched() | FirstStep():
+                worker.reports[message.type][message.generation] = message
+            case Progress():
+                worker.progress = message
+            case Raised():
+                worker.process.raised = message.error
+            case _:
+                logger.warning("worker %s sent %s, which only an agent sends", worker.slot, message.type)
+        return None
+
+    def progress(self) -> Progress | None:
+        """The furthest report of progress."""
+        reports = [worker.progress for worker in self._workers.values() if worker.progress is not None]
+        return max(reports, key=lambda report: (report.generation, report.step), default=None)
+
+

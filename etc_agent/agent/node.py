@@ -1,0 +1,302 @@
+"""One node's agent: a loop that compares what the job's records ask for with what runs here, and acts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from etc_agent.agent.control_server import ControlServer
+from etc_agent.agent.environment import worker_environment
+from etc_agent.agent.guardian import Guardian
+from etc_agent.agent.job_records import JobRecords, RecordReader
+from etc_agent.agent.leadership import Leadership
+from etc_agent.agent.local_workers import LocalWorkers
+from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.workers import WorkerProcess
+from etc_agent.control.channel import Channel
+from etc_agent.control.messages import Hello, Message
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig import member
+from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
+from etc_agent.reconfig.view import Policy, View
+from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.election import Election
+from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.membership import Membership
+from etc_agent.rendezvous.mirror import Mirror
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_LEAVER_GRACE_S = 10.0
+
+
+class SignalReceived(Exception):
+    """A signal came before the agent's loop was there to take it in turn."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    hello: Hello
+    channel: Channel
+    message: Message | None
+
+
+class Inbox:
+    """Everything that wakes the agent: changes in etcd, words of workers, signals."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Said | int | None] = queue.SimpleQueue()
+
+    def changed(self) -> None:
+        self._queue.put(None)
+
+    def said(self, hello: Hello, channel: Channel, message: Message | None) -> None:
+        self._queue.put(_Said(hello, channel, message))
+
+    def signalled(self, number: int) -> None:
+        self._queue.put(number)
+
+    def take(self, timeout_s: float) -> list[_Said | int | None]:
+        """Everything that has come, after waiting up to `timeout_s` for the first."""
+        items: list[_Said | int | None] = []
+        try:
+            items.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())
+            while True:
+                items.append(self._queue.get_nowait())
+        except queue.Empty:
+            return items
+
+
+class NodeAgent:
+    """The loop of one node. Everything it owns is given to it started; `run` returns the exit code."""
+
+    def __init__(
+        self,
+        settings: JobSettings,
+        record: NodeRecord,
+        client: EtcdClient,
+        keys: JobKeys,
+        mirror: Mirror,
+        membership: Membership,
+        guardian: Guardian,
+        inbox: Inbox,
+        incarnation: str,
+        run_folder: Path,
+        log_folder: Path | None,
+    ) -> None:
+        self._incarnation = incarnation
+        self._settings, self._record = settings, record
+        self._client, self._keys, self._mirror, self._membership = client, keys, mirror, membership
+        self._inbox, self._log_folder = inbox, log_folder
+        self._reader = RecordReader(keys)
+        self._workers = LocalWorkers(record.name, guardian)
+        self._server = ControlServer(run_folder, inbox.said)
+        self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
+        self._election: Election | None = None
+        self._leaderless_since = time.monotonic()
+        self._acks: dict[int, Ack] = {}
+        self._signals: list[int] = []
+        self._drain_deadline = float("inf")
+        self._is_stopping = False
+
+    def run(self) -> int:
+        """Take part in the job until it ends or this node has left."""
+        timeout_s = 0.0
+        while True:
+            self._hear(self._inbox.take(min(timeout_s, _TICK_S)))
+            self._workers.poll()
+            records = self._reader.read(self._mirror.snapshot())
+            if records.incarnation not in ("", self._incarnation) and not self._is_stopping:
+                logger.error("this job's run id %r has been taken over by a later run; stopping", self._settings.run_id)
+                self._stop_now()
+            self._act(records)
+            self._acknowledge(records)
+            view = self._leadership.observe(records)
+            timeout_s = self._lead(records, view)
+            if (exit_code := self._ended(records)) is not None:
+                return exit_code
+
+    def close(self) -> None:
+        """End every worker and let go of the lead and the control socket. Idempotent."""
+        self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
+        while self._workers.are_running:
+            self._workers.poll()
+            time.sleep(0.02)
+        if self._election is not None:
+            self._election.close()
+        self._server.close()
+
+    # ---- what comes in --------------------------------------------------------------------------------------------
+
+    def _hear(self, items: list[_Said | int | None]) -> None:
+        for item in items:
+            if isinstance(item, _Said):
+                described = self._workers.receive(item.hello, item.channel, item.message)
+                if described is not None:
+                    self._leadership.learn(described)
+            elif item is not None:
+                self._handle_signal(item)
+        if time.monotonic() >= self._drain_deadline and not self._is_stopping:
+            logger.error("the state was not handed over within %g s; stopping", self._settings.timeouts.drain_s)
+            self._stop_now()
+
+    def _handle_signal(self, number: int) -> None:
+        self._signals.append(number)
+        name = signal.Signals(number).name
+        if len(self._signals) > 1:
+            logger.warning("%s again: stopping now", name)
+            self._stop_now()
+            return
+        logger.info("%s: this node leaves the job; its state is handed over first (again to stop at once)", name)
+        self._drain_deadline = time.monotonic() + self._settings.timeouts.drain_s
+        self._record = replace(self._record, state=NodeState.DRAINING)
+        try:
+            self._membership.update(json.dumps(self._record.to_json()))
+        except EtcdError as error:
+            logger.error("cannot tell the others that this node leaves (%s); stopping", error)
+            self._stop_now()
+
+    def _stop_now(self) -> None:
+        self._is_stopping = True
+        self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
+
+    # ---- what this node owes --------------------------------------------------------------------------------------
+
+    def _act(self, records: JobRecords) -> None:
+        if self._is_stopping:
+            return
+        grace_s = self._settings.timeouts.shutdown_grace_s
+        for action in member.owed(self._record.name, records.current, records.generations, self._workers.views()):
+            match action:
+                case member.Start(index, generation, joining):
+                    self._start(index, generation, records, joining=joining)
+                case member.Stop(index):
+                    self._workers.stop(index, grace_s)
+                case member.Expect(index):
+                    self._workers.stop(index, grace_s, after_s=_LEAVER_GRACE_S)
+                case member.Tell(index, generation_id, message):
+                    self._workers.tell(index, generation_id, message)
+
+    def _start(self, index: int, generation: Generation, records: JobRecords, *, joining: bool) -> None:
+        settings, slot = self._settings, Slot(self._record.name, index)
+        environment = worker_environment(
+            generation, slot,
+            run_id=settings.run_id,
+            role=settings.launch_config.role,
+            num_fresh=sum(other.is_fresh and other.id < generation.id for other in records.generations.values()),
+            max_restarts=settings.max_restarts,
+            control_socket=str(self._server.path),
+            joining=joining,
+            extra=settings.env,
+        )
+        folder = None
+        if self._log_folder is not None:
+            rank = generation.placement.index(slot)
+            folder = self._log_folder / f"generation_{generation.id}" / self._record.name / str(rank)
+        process = WorkerProcess.start(
+            settings.launch_config, settings.entrypoint, settings.args, index, environment, folder
+        )
+        install_signal_handlers(self._inbox)  # torchelastic has just put its own in their place
+        self._workers.add(index, generation.id, process)
+
+    def _acknowledge(self, records: JobRecords) -> None:
+        views = self._workers.views()
+        for generation_id in (records.current.committed, records.current.proposed):
+            generation = records.generations.get(generation_id)
+            if generation is None or not member.participants(self._record.name, generation, records.generations):
+                continue
+            ack = member.summarise(self._record.name, generation, records.generations, views)
+            if ack == self._acks.get(generation_id, Ack(generation_id, self._record.name)):
+                continue
+            try:
+                self._client.put(self._keys.ack(generation_id, self._record.name), json.dumps(ack.to_json()))
+                self._acks[generation_id] = ack
+            except EtcdError as error:
+                logger.warning("an acknowledgement could not be written, and is tried again: %s", error)
+
+    # ---- the lead -------------------------------------------------------------------------------------------------
+
+    def _lead(self, records: JobRecords, view: View) -> float:
+        if self._is_stopping:
+            return _TICK_S
+        if records.leader:
+            self._leaderless_since = time.monotonic()
+        if self._may_lead(records):
+            if self._election is None:
+                self._election = Election(
+                    self._client, self._mirror, self._keys.leader, self._record.name,
+                    lambda: self._membership.lease, lambda _: self._inbox.changed(),
+                )
+            return self._leadership.lead(self._election, records, view)
+        if self._election is not None:
+            self._election.resign()
+            self._election = None
+        return _TICK_S
+
+    def _may_lead(self, records: JobRecords) -> bool:
+        """The leader asks its own workers about the model, so it should have some; anyone will do where none has."""
+        committed = records.generations.get(records.current.committed)
+        if committed is None or records.current.outcome is not Outcome.RUNNING:
+            return True
+        if self._record.name in committed.nodes:
+            return True
+        return time.monotonic() - self._leaderless_since > self._settings.timeouts.lease_s
+
+    # ---- the end --------------------------------------------------------------------------------------------------
+
+    def _ended(self, records: JobRecords) -> int | None:
+        if self._workers.are_running:
+            return None
+        if self._is_stopping:
+            return 128 + self._signals[-1] if self._signals else 1
+        current = records.current
+        if current.outcome is Outcome.STOPPED and self._signals:
+            return 128 + self._signals[0]
+        if current.outcome is not Outcome.RUNNING:
+            if current.outcome is not Outcome.SUCCEEDED and records.leader != self._record.name:
+                logger.error("the job %s: %s", current.outcome, current.why)
+            return current.exit_code
+        if self._signals or self._record.name in records.drains:
+            members = [records.generations.get(g) for g in (current.committed, current.proposed)]
+            if not any(g is not None and self._record.name in g.nodes for g in members):
+                logger.info("this node has left the job")
+                self._client.delete(self._keys.drain(self._record.name))
+                return 0
+        return None
+
+
+def policy_of(settings: JobSettings) -> Policy:
+    """What the leader needs to know of the settings."""
+    timeouts = settings.timeouts
+    return Policy(
+        settings.min_nodes, settings.max_nodes, settings.num_slots,
+        initial=settings.parallel,
+        allowed=settings.allowed,
+        refuse=settings.refusal,
+        max_restarts=settings.max_restarts,
+        pack=settings.pack,
+        settle_s=timeouts.settle_s,
+        prepare_s=timeouts.prepare_s,
+        switch_s=timeouts.switch_s,
+        start_s=timeouts.start_s,
+        lost_s=timeouts.lease_s + 2,
+        below_min_s=timeouts.join_s,
+    )
+
+
+def install_signal_handlers(inbox: Inbox) -> None:
+    """SIGTERM, SIGINT and their kin become items of the inbox."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda received, _: inbox.signalled(received))

@@ -1,0 +1,135 @@
+"""One worker process on one slot, started through torch.distributed.elastic."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import PContext, start_processes
+from torch.distributed.elastic.utils import macros
+
+from etc_agent.agent.logs import WorkerLogs
+from etc_agent.reconfig.records import Failure, FailureKind
+
+_PEER_LOST = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|reset by peer|broken pipe|connect timeout|timed out waiting"
+    r"|gloo|nccl|socket|DistBackendError|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+
+
+class WorkerProcess:
+    """A running worker. A torchelastic process context is all-or-nothing, so each worker has one of its own."""
+
+    def __init__(self, context: PContext, local_rank: int, role: str) -> None:
+        self._context = context
+        self._local_rank = local_rank
+        self._role = role
+        self.pid: int = context.pids()[0]
+        self.exit_code: int | None = None
+        self.raised = ""
+        self._term_at: float | None = None
+        self._kill_at = float("inf")
+        self._is_asked = False
+        self._error_file = ""
+
+    @classmethod
+    def start(
+        cls,
+        launch_config: Any,
+        entrypoint: str | Callable[..., Any],
+        args: tuple[Any, ...],
+        local_rank: int,
+        environment: dict[str, str],
+        log_folder: Path | None,
+    ) -> WorkerProcess:
+        """Start `entrypoint` in slot `local_rank`; see `worker_environment` for `environment`."""
+        template = launch_config.log_line_prefix_template
+        prefix = template and Template(template).safe_substitute(
+            role_name=launch_config.role, rank=environment["RANK"], local_rank=local_rank
+        )
+        context = start_processes(
+            name=launch_config.role,
+            entrypoint=entrypoint,
+            args={0: tuple(macros.substitute(list(args), str(local_rank)))},
+            envs={0: environment},
+            logs_specs=WorkerLogs(launch_config.logs_specs, local_rank, log_folder),
+            log_line_prefixes={0: prefix or f"[{launch_config.role}{environment['RANK']}]:"},
+            start_method=launch_config.start_method,
+            duplicate_stdout_filters=launch_config.duplicate_stdout_filters,
+            duplicate_stderr_filters=launch_config.duplicate_stderr_filters,
+        )
+        return cls(context, local_rank, launch_config.role)
+
+    def poll(self) -> int | None:
+        """The exit code once the process has ended (128 + signal where one ended it), else None. Never waits."""
+        if self.exit_code is None:
+            self._signal_if_due()
+            result = self._context.wait(timeout=0)
+            if result is not None:
+                failure = result.failures.get(0)
+                code = failure.exitcode if failure else 0
+                self.exit_code = 128 - code if code < 0 else code
+                self._error_file = self._context.error_files[0]
+        return self.exit_code
+
+    def stop(self, grace_s: float, *, after_s: float = 0.0) -> None:
+        """Have `poll` see to it that this process ends: SIGTERM to its group in `after_s` (it may be about to exit by
+        itself), SIGKILL `grace_s` later. A repeated call can only make it sooner."""
+        at = time.monotonic() + after_s
+        if self._term_at is None or at < self._term_at:
+            self._term_at, self._kill_at = at, at + grace_s
+        self._signal_if_due()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._term_at is not None
+
+    def _signal_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._kill_at:
+            self._signal(signal.SIGKILL)
+        elif self._term_at is not None and now >= self._term_at and not self._is_asked:
+            self._is_asked = True
+            self._signal(signal.SIGTERM)
+
+    def kill_group(self) -> None:
+        """Kill whatever is left of its process group."""
+        self._signal(signal.SIGKILL)
+
+    def failure(self, slot: str) -> Failure | None:
+        """Why it ended, or None where it runs, ended well or was told to."""
+        if not self.exit_code or self.is_stopping:
+            return None
+        if self.exit_code > 128 and not self.raised:
+            name = signal.Signals(self.exit_code - 128).name
+            return Failure(slot, FailureKind.KILLED, self.exit_code, f"pid {self.pid} was killed by {name}")
+        error = self.raised or self._recorded_error()
+        if not error:
+            # It ended without a word: perhaps for a peer that is gone.
+            ended = f"pid {self.pid} ended with exit code {self.exit_code}"
+            return Failure(slot, FailureKind.PEER_LOST, self.exit_code, ended)
+        kind = FailureKind.PEER_LOST if _PEER_LOST.search(error) else FailureKind.RAISED
+        return Failure(slot, kind, self.exit_code, error)
+
+    def _recorded_error(self) -> str:
+        """The message that torchelastic's @record left, if any."""
+        try:
+            message = json.loads(Path(self._error_file).read_text())["message"]
+        except (OSError, ValueError, KeyError):
+            return ""
+        text = message.get("message", "") if isinstance(message, dict) else str(message)
+        return text.strip().splitlines()[0] if text.strip() else ""
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass

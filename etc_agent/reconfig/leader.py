@@ -1,0 +1,385 @@
+"""The leader's decisions: from all that is known to the next thing to do.
+
+`decide` is a pure function of a `View`, so a new leader that reads the same records reaches the same decision, and
+years of faults can be replayed in milliseconds. The life of a generation:
+
+    (start, failure) -> fresh, committed at once: every worker starts anew
+    committed -> proposed -> armed -> committed: workers stay, their state migrates
+                    |-> withdrawn (refused, too slow, preempted)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Placement, Slot
+from etc_agent.planner.choose import NoConfigError
+from etc_agent.planner.placement import place
+from etc_agent.reconfig.records import (
+    Ack,
+    Current,
+    Failure,
+    FailureKind,
+    History,
+    Outcome,
+    Phase,
+    Reply,
+    Request,
+    Result,
+)
+from etc_agent.reconfig.sizing import NotDescribed, check, in_session, meeting, target
+from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
+from etc_agent.reconfig.wanted import Largest, Wanted, parse_wanted
+
+SIGTERM_EXIT_CODE = 143
+
+
+def decide(view: View) -> Decision:
+    """The next thing for the leader to do. See the module's text."""
+    try:
+        if view.current.outcome is not Outcome.RUNNING:
+            return Wait()
+        if view.committed is None:
+            return _start(view)
+        if view.current.proposed:
+            return _follow(view, view.committed, view.generations[view.current.proposed])
+        return _steady(view, view.committed)
+    except NotDescribed as question:
+        return Describe(question.config)
+
+
+# ---- before the first generation ----------------------------------------------------------------------------------
+
+
+def _start(view: View) -> Decision:
+    policy = view.policy
+    if policy.initial is not None and not view.current.wanted:
+        view = replace(view, current=replace(view.current, wanted=str(policy.initial)))
+    if view.scale and view.scale.revision > view.current.handled_scale:
+        return _answer(view, view.scale)
+    if view.nodes and not view.usable:
+        return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave before the job started")
+    if len(view.usable) < policy.min_nodes:
+        return Wait()
+    if len(view.usable) < policy.max_nodes and view.quiet_s < policy.settle_s:
+        return Wait(policy.settle_s - view.quiet_s)
+    return _fresh(view, view.current, "start")
+
+
+def _fresh(view: View, current: Current, reason: str) -> Decision:
+    """Start every worker anew on the usable nodes."""
+    try:
+        config = target(view, parse_wanted(current.wanted))
+    except NoConfigError as error:
+        return _end(view, Outcome.FAILED, 1, f"no parallel config fits the {view.num_usable_slots} slots: {error}")
+    slots = [Slot(node.name, index) for node in view.usable for index in range(node.num_slots)]
+    store = _store(view, slots[0].node)
+    generation = Generation(current.next_id, config, tuple(slots[: config.num_ranks]), store, previous=0, reason=reason)
+    settled = replace(
+        current, committed=generation.id, proposed=0, phase=Phase.IDLE, next_id=generation.id + 1, unreported=False
+    )
+    started = History(
+        generation.id, str(config), 0, reason, "committed", started=config.num_ranks,
+        stopped=view.committed.config.num_ranks if view.committed else 0,
+    )
+    return Write(settled, generation=generation, history=started)
+
+
+# ---- a committed generation, nothing on its way -------------------------------------------------------------------
+
+
+def _steady(view: View, committed: Generation) -> Decision:
+    acks = [view.ack(committed.id, node) for node in committed.nodes]
+    if all(ack.finished for ack in acks):
+        return _end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
+    if (decision := _lost_or_failed(view, committed, acks)) is not None:
+        return decision
+    if not view.usable:
+        return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
+    if any(ack.finished for ack in acks):
+        return Wait()
+    if (history := _stop_time(view, committed, acks)) is not None:
+        return Write(replace(view.current, unreported=False), history=history)
+    if view.scale and view.scale.revision > view.current.handled_scale and not view.paused:
+        return _answer(view, view.scale)
+    if view.paused:
+        return Wait()
+    return _adjust(view, committed, view.current, None)
+
+
+def _adjust(view: View, committed: Generation, current: Current, reply: Reply | None) -> Decision:
+    """Bring the job to the wanted config on the nodes that stay, or write just `reply` where it is there."""
+    kept = Write(current, reply=reply) if reply else Wait()
+    leaving = [node for node in committed.nodes if node in view.leaving]
+    try:
+        config = target(view, parse_wanted(current.wanted))
+    except NoConfigError as error:
+        if not leaving:
+            return kept
+        why = f"{_names(leaving)} must leave, and the rest is too small: {error}"
+        return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
+    if leaving and len(view.usable) < view.policy.min_nodes:
+        why = f"{_names(leaving)} must leave, and nnodes wants at least {view.policy.min_nodes}"
+        return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
+    if config == committed.config and not leaving:
+        return kept
+    if reply is None and not leaving and view.quiet_s < view.policy.settle_s:
+        return Wait(view.policy.settle_s - view.quiet_s)
+    reason = _reason(committed, config, leaving, reply)
+    if not in_session(view):
+        if view.phase_s < view.policy.start_s:
+            return Write(current, reply=reply) if reply else Wait(view.policy.start_s - view.phase_s)
+        decision = _fresh(replace(view, current=current), current, reason)
+        return replace(decision, reply=reply) if isinstance(decision, Write) else decision
+    generation = Generation(
+        current.next_id, config, placement := _placement(view, committed, config), _store(view, placement[0].node),
+        previous=committed.id, reason=reason,
+    )
+    proposed = replace(current, proposed=generation.id, phase=Phase.PROPOSED, next_id=generation.id + 1)
+    return Write(proposed, generation=generation, reply=replace(reply, generation=generation.id) if reply else None)
+
+
+def _placement(view: View, committed: Generation, config: ParallelConfig) -> Placement:
+    layouts = []
+    for described in (config, committed.config):
+        layout = view.descriptions.get(described)
+        if layout is None or isinstance(layout, str):
+            raise NotDescribed(described)
+        layouts.append(layout)
+    usable = {node.name for node in view.usable}
+    first = committed.placement[0]
+    topology = view.topology
+    sketch = place(
+        layouts[0],
+        topology.slots,
+        layouts[1],
+        committed.placement,
+        topology,
+        group_size=config.tp,
+        excluded=view.live - usable,
+        pinned={0: first} if first.node in usable else {},
+        pack=config.num_ranks < committed.config.num_ranks if view.policy.pack is None else view.policy.pack,
+    )
+    return sketch.placement
+
+
+# ---- a request ----------------------------------------------------------------------------------------------------
+
+
+def _answer(view: View, request: Request) -> Decision:
+    current = replace(view.current, handled_scale=request.revision)
+
+    def reply(result: Result, message: str) -> Reply:
+        return Reply(request.text, request.revision, result, message)
+
+    try:
+        wanted = parse_wanted(request.text)
+    except ValueError as error:
+        return Write(current, reply=reply(Result.REFUSED, str(error)))
+    if why := check(view, wanted):
+        return Write(current, reply=reply(Result.REFUSED, why))
+    current = replace(
+        current,
+        wanted=request.text.strip(),
+        wanted_before=view.current.wanted,
+        pending_scale=request.revision,
+        avoid="",
+    )
+    asked = replace(view, current=current)
+    try:
+        config = meeting(asked, wanted, view.num_usable_slots)
+    except NoConfigError as error:
+        waiting = f"waiting for nodes: {error}"
+        if view.committed is None:
+            return Write(current, reply=reply(Result.PENDING, waiting))
+        return _adjust(asked, view.committed, current, reply(Result.PENDING, waiting))
+    if view.committed is None:
+        return Write(current, reply=reply(Result.ACCEPTED, f"the job will start as {config}"))
+    if config == view.committed.config:
+        done = reply(Result.DONE, f"the job already runs as {config}")
+        return Write(replace(current, pending_scale=0), reply=replace(done, generation=view.committed.id))
+    return _adjust(asked, view.committed, current, reply(Result.ACCEPTED, f"changing to {config}"))
+
+
+# ---- a generation on its way --------------------------------------------------------------------------------------
+
+
+def _follow(view: View, committed: Generation, proposed: Generation) -> Decision:
+    nodes = tuple(dict.fromkeys((*committed.nodes, *proposed.nodes)))
+    old = [view.ack(committed.id, node) for node in committed.nodes]
+    new = [view.ack(proposed.id, node) for node in nodes]
+    armed = view.current.phase is Phase.ARMED
+    if all(ack.finished for ack in old):
+        return _end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
+    if all(ack.switched for ack in new):
+        return _commit(view, committed, proposed, new)
+    if (decision := _lost_or_failed(view, committed, old + new if armed else old)) is not None:
+        return decision
+    if armed:
+        missing = [node for node in nodes if node not in view.live]
+        if missing:
+            return _restart_without(view, missing)
+        if view.phase_s >= view.policy.switch_s:
+            why = f"generation {proposed.id} was armed and did not switch in {view.policy.switch_s:g} s (timeouts.switch_s)"
+            return _end(view, Outcome.FAILED, 1, why)
+        return Wait(view.policy.switch_s - view.phase_s)
+    return _prepare(view, committed, proposed, old, new)
+
+
+def _prepare(view: View, committed: Generation, proposed: Generation, old: list[Ack], new: list[Ack]) -> Decision:
+    for ack in new:
+        if ack.refused:
+            return _withdraw(view, proposed, f"{ack.node} cannot take part: {ack.refused}", give_up=True)
+        if ack.failure:
+            return _withdraw(view, proposed, f"{ack.failure.slot}: {ack.failure.error}", give_up=True)
+    if any(ack.finished for ack in old):
+        return _withdraw(view, proposed, "the job is finishing", give_up=True)
+    gone = [node for node in proposed.nodes if node not in view.live or node in view.leaving]
+    if gone:
+        return _withdraw(view, proposed, f"{_names(gone)} left before it was ready", give_up=False)
+    digests = {ack.prepared for ack in new}
+    if "" not in digests:
+        if len(digests) > 1:
+            return _withdraw(view, proposed, "the workers computed different migration plans", give_up=True)
+        return Write(replace(view.current, phase=Phase.ARMED))
+    if view.phase_s >= view.policy.prepare_s:
+        slow = [ack.node for ack in new if not ack.prepared]
+        why = f"{_names(slow)} was not ready within {view.policy.prepare_s:g} s (timeouts.prepare_s)"
+        return _withdraw(view, proposed, why, give_up=True)
+    return Wait(view.policy.prepare_s - view.phase_s)
+
+
+def _withdraw(view: View, proposed: Generation, why: str, *, give_up: bool) -> Write:
+    """Drop the proposed generation. With `give_up`, whoever wanted it is told no; else it is tried again."""
+    current = replace(view.current, proposed=0, phase=Phase.IDLE)
+    history = History(proposed.id, str(proposed.config), proposed.previous, proposed.reason, "withdrawn", why)
+    reply = None
+    if give_up:
+        if current.pending_scale:
+            reply = Reply(current.wanted, current.pending_scale, Result.REFUSED, why, proposed.id)
+            current = replace(current, wanted=current.wanted_before, pending_scale=0)
+        current = replace(current, avoid=str(proposed.config))
+    return Write(current, reply=reply, history=history)
+
+
+def _commit(view: View, committed: Generation, proposed: Generation, acks: list[Ack]) -> Write:
+    before, after = set(committed.placement), set(proposed.placement)
+    current = replace(
+        view.current,
+        committed=proposed.id,
+        proposed=0,
+        phase=Phase.IDLE,
+        unreported=True,
+        wanted_before=view.current.wanted,
+    )
+    history = History(
+        proposed.id, str(proposed.config), committed.id, proposed.reason, "committed",
+        step=max(ack.step for ack in acks),
+        kept=len(before & after), started=len(after - before), stopped=len(before - after),
+        moved_bytes=sum(ack.received_bytes for ack in acks),
+        phases_ms=_slowest(ack.phases_ms for ack in acks),
+        prepare_ms=_slowest(ack.prepare_ms for ack in acks),
+    )
+    reply = None
+    if current.pending_scale and _is_met(view, parse_wanted(current.wanted), proposed.config):
+        message = f"the job runs as {proposed.config} from step {history.step}"
+        reply = Reply(current.wanted, current.pending_scale, Result.DONE, message, proposed.id)
+        current = replace(current, pending_scale=0)
+    return Write(current, reply=reply, history=history)
+
+
+def _is_met(view: View, wanted: Wanted, config: ParallelConfig) -> bool:
+    try:
+        return isinstance(wanted, Largest) or meeting(view, wanted, view.num_usable_slots) == config
+    except NoConfigError:
+        return False
+
+
+def _stop_time(view: View, committed: Generation, acks: list[Ack]) -> History | None:
+    """The committed generation's history once more, when every worker has ended its first step in it."""
+    if not view.current.unreported or any(ack.stop_ms is None for ack in acks):
+        return None
+    previous = view.generations[committed.previous]
+    nodes = dict.fromkeys((*previous.nodes, *committed.nodes))
+    write = _commit(view, previous, committed, [view.ack(committed.id, node) for node in nodes])
+    assert write.history is not None
+    return replace(write.history, stop_ms=max(ack.stop_ms or 0.0 for ack in acks))
+
+
+# ---- failures -----------------------------------------------------------------------------------------------------
+
+
+def _lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
+    missing = [node for node in committed.nodes if node not in view.live and not view.ack(committed.id, node).finished]
+    failures = sorted(
+        (ack.failure for ack in acks if ack.failure),
+        key=lambda failure: (failure.kind is FailureKind.PEER_LOST, failure.kind is FailureKind.KILLED, failure.slot),
+    )
+    if failures and failures[0].kind is not FailureKind.PEER_LOST and not missing:
+        return _restart_after(view, failures[0])
+    if missing:
+        return _restart_without(view, missing)
+    if failures:
+        # A worker lost its peer and nobody said why: give a dead node's lease the time to expire.
+        if view.failed_s < view.policy.lost_s and len(committed.nodes) > 1:
+            return Wait(view.policy.lost_s - view.failed_s)
+        return _restart_after(view, failures[0])
+    return None
+
+
+def _restart_after(view: View, failure: Failure) -> Decision:
+    current, allowed = view.current, view.policy.max_restarts
+    what = f"the worker on {failure.slot} failed: {failure.error}"
+    if current.restarts >= allowed:
+        budget = f" ({allowed} restarts used up)" if allowed else ""
+        return _end(view, Outcome.FAILED, failure.exit_code, what + budget)
+    restarts = current.restarts + 1
+    return _fresh(view, replace(current, restarts=restarts), f"restart {restarts} of {allowed}: {what}")
+
+
+def _restart_without(view: View, missing: list[str]) -> Decision:
+    policy = view.policy
+    if len(view.usable) < policy.min_nodes:
+        if view.quiet_s < policy.below_min_s:
+            return Wait(policy.below_min_s - view.quiet_s)
+        why = (
+            f"{_names(missing)} was lost, nnodes wants at least {policy.min_nodes}, and nobody came in "
+            f"{policy.below_min_s:g} s (timeouts.join_s)"
+        )
+        return _end(view, Outcome.FAILED, 1, why)
+    return _fresh(view, view.current, f"{_names(missing)} was lost")
+
+
+def _end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:
+    return Write(replace(view.current, outcome=outcome, exit_code=exit_code, why=why, proposed=0, phase=Phase.IDLE))
+
+
+# ---- words --------------------------------------------------------------------------------------------------------
+
+
+def _store(view: View, node: str) -> str:
+    (record,) = (record for record in view.nodes if record.name == node)
+    return f"{record.address}:{record.store_port}"
+
+
+def _names(nodes: Iterable[str]) -> str:
+    return ", ".join(f"node {name}" for name in nodes)
+
+
+def _reason(committed: Generation, config: ParallelConfig, leaving: list[str], reply: Reply | None) -> str:
+    if reply is not None:
+        return f"asked for {reply.request}"
+    if leaving:
+        return f"{_names(leaving)} leaves"
+    return "nodes came" if config.num_ranks > committed.config.num_ranks else "fewer slots are left"
+
+
+def _slowest(phases: Iterable[dict[str, float]]) -> dict[str, float]:
+    slowest: dict[str, float] = {}
+    for each in phases:
+        for name, milliseconds in each.items():
+            slowest[name] = max(slowest.get(name, 0.0), milliseconds)
+    return slowest

@@ -1,0 +1,225 @@
+"""What one node owes the present decisions: which workers run, what they are told, what the node acknowledges.
+
+Pure, like the leader's half: `owed` compares the records with the node's workers, `summarise` turns the workers'
+reports into the node's acknowledgement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+from etc_agent.control.messages import (
+    Armed,
+    Committed,
+    FirstStep,
+    Message,
+    Prepare,
+    Prepared,
+    Refused,
+    Switched,
+    Withdrawn,
+)
+from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.records import Ack, Current, Failure, Outcome, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker process of this node, in slot `index`, started for generation `started_for`.
+
+    `exit_code`: None while it runs. `in_session`: it said hello. `told`: messages already sent, by type and
+    generation. The reports are the worker's own, by generation.
+    """
+
+    index: int
+    started_for: int
+    in_session: bool = False
+    exit_code: int | None = None
+    failure: Failure | None = None
+    told: frozenset[tuple[str, int]] = frozenset()
+    prepared: Mapping[int, Prepared] = field(default_factory=dict)
+    refused: Mapping[int, Refused] = field(default_factory=dict)
+    switched: Mapping[int, Switched] = field(default_factory=dict)
+    first_step: Mapping[int, FirstStep] = field(default_factory=dict)
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_code is None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a worker in slot `index` for `generation`; a joiner waits to be told how to prepare."""
+
+    index: int
+    generation: Generation
+    joining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the worker in slot `index`, by signal."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """The worker in slot `index` is about to exit by itself; end it if it takes longer than the grace period."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send `message`, about `generation`, to the worker in slot `index`."""
+
+    index: int
+    generation: int
+    message: Message
+
+
+Action = Start | Stop | Expect | Tell
+
+
+def owed(
+    node: str, current: Current, generations: Mapping[int, Generation], workers: Mapping[int, WorkerView]
+) -> list[Action]:
+    """Everything that this node has yet to do."""
+    if current.outcome is not Outcome.RUNNING:
+        return [Stop(worker.index) for worker in workers.values() if worker.is_running]
+    committed, proposed = generations.get(current.committed), generations.get(current.proposed)
+    if committed is None:
+        return []
+    actions: list[Action] = []
+    base = base_of(committed, generations)
+    staying = indices(node, committed)
+    for index in staying:
+        worker = workers.get(index)
+        if worker is None or worker.started_for < base:
+            if worker is not None and worker.is_running:
+                actions.append(Stop(index))
+            elif committed.is_fresh:
+                actions.append(Start(index, committed, joining=False))
+    joining = indices(node, proposed) - staying if proposed else frozenset()
+    for index in joining:
+        worker = workers.get(index)
+        assert proposed is not None
+        if worker is None or (worker.started_for < proposed.id and not worker.is_running):
+            actions.append(Start(index, proposed, joining=True))
+        elif worker.started_for < proposed.id:
+            actions.append(Expect(index))
+    for index, worker in workers.items():
+        if worker.is_running and index not in staying | joining:
+            actions.append(Expect(index) if worker.in_session and worker.started_for >= base else Stop(index))
+    return actions + _messages(node, current, committed, proposed, generations, workers)
+
+
+def _messages(
+    node: str,
+    current: Current,
+    committed: Generation,
+    proposed: Generation | None,
+    generations: Mapping[int, Generation],
+    workers: Mapping[int, WorkerView],
+) -> list[Action]:
+    wanted: list[Action] = []
+    base = base_of(committed, generations)
+    for index, worker in workers.items():
+        if not worker.in_session or not worker.is_running or worker.started_for < base:
+            continue
+        if proposed is not None and index in participants(node, proposed, generations):
+            previous = generations[proposed.previous]
+            wanted.append(Tell(index, proposed.id, Prepare(node, proposed.to_json(), previous.to_json())))
+            if current.phase is Phase.ARMED:
+                wanted.append(Tell(index, proposed.id, Armed(proposed.id)))
+        prepared_for = [generation for kind, generation in worker.told if kind == Prepare.type]
+        for generation in prepared_for:
+            if generation == current.proposed:
+                continue
+            if generation in committed_line(committed, generations):
+                wanted.append(Tell(index, generation, Committed(generation)))
+            else:
+                wanted.append(Tell(index, generation, Withdrawn(generation, "withdrawn by the leader")))
+    return [
+        action
+        for action in wanted
+        if isinstance(action, Tell) and (action.message.type, action.generation) not in workers[action.index].told
+    ]
+
+
+def summarise(
+    node: str, generation: Generation, generations: Mapping[int, Generation], workers: Mapping[int, WorkerView]
+) -> Ack:
+    """This node's acknowledgement of `generation`."""
+    base = base_of(generation, generations)
+    slots = indices(node, generation)
+    own = {index: worker for index, worker in workers.items() if worker.started_for >= base}
+    holding = [own[index] for index in slots if index in own]
+    complete = bool(slots) and len(holding) == len(slots)
+    taking_part = participants(node, generation, generations)
+    members = [own[index] for index in sorted(taking_part) if index in own]
+    whole = len(members) == len(taking_part)
+    prepared = [worker.prepared.get(generation.id) for worker in members]
+    digests = {report.digest for report in prepared if report}
+    refused = [worker.refused[generation.id] for worker in members if generation.id in worker.refused]
+    switched = [worker.switched[generation.id] for worker in members if generation.id in worker.switched]
+    first = [worker.first_step[generation.id] for worker in holding if generation.id in worker.first_step]
+    ready = whole and all(prepared) and not generation.is_fresh
+    if ready and len(digests) > 1:
+        refused = [Refused(generation.id, "two workers of one node computed different migration plans")]
+    failures = [worker.failure for worker in (*holding, *members) if worker.failure]
+    return Ack(
+        generation.id,
+        node,
+        in_session=complete and all(worker.in_session for worker in holding),
+        prepared=(next(iter(digests)) if digests else "none") if ready and len(digests) <= 1 else "",
+        refused=refused[0].error if refused else "",
+        switched=whole and len(switched) == len(members) and not generation.is_fresh,
+        finished=complete and all(_finished(worker, generation.id) for worker in holding),
+        failure=failures[0] if failures else None,
+        step=max((report.step for report in switched), default=0),
+        sent_bytes=sum(report.sent_bytes for report in switched),
+        received_bytes=sum(report.received_bytes for report in switched),
+        referred_bytes=sum(report.referred_bytes for report in switched),
+        stop_ms=max((report.stop_ms for report in first), default=0.0) if slots and len(first) == len(slots) else None,
+        phases_ms=_slowest([report.phases_ms for report in switched]),
+        prepare_ms=_slowest([report.phases_ms for report in prepared if report]),
+    )
+
+
+def _finished(worker: WorkerView, generation: int) -> bool:
+    """It ran to its end in `generation`, and did not leave it for a later one."""
+    return worker.exit_code == 0 and not any(later > generation for later in worker.switched)
+
+
+def indices(node: str, generation: Generation) -> frozenset[int]:
+    """The slots of `node` that hold a worker in `generation`."""
+    return frozenset(slot.index for slot in generation.placement if slot.node == node)
+
+
+def participants(node: str, generation: Generation, generations: Mapping[int, Generation]) -> frozenset[int]:
+    """The slots of `node` that take part in the change to `generation`: those that stay, leave and join."""
+    previous = generations.get(generation.previous)
+    return indices(node, generation) | (indices(node, previous) if previous else frozenset())
+
+
+def base_of(generation: Generation, generations: Mapping[int, Generation]) -> int:
+    """The fresh generation that `generation` descends from: older workers are of another life of the job."""
+    return min(committed_line(generation, generations))
+
+
+def committed_line(generation: Generation, generations: Mapping[int, Generation]) -> frozenset[int]:
+    """`generation` and those it came from in place, back to the fresh one."""
+    line = [generation.id]
+    while not generation.is_fresh and generation.previous in generations:
+        generation = generations[generation.previous]
+        line.append(generation.id)
+    return frozenset(line)
+
+
+def _slowest(phases: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(chain.from_iterable(phases))
+    return {name: max(phase.get(name, 0.0) for phase in phases) for name in names}

@@ -1,0 +1,209 @@
+"""The records that agents share through etcd, as values. Section 4 of docs/architecture.md says who writes which key.
+
+`to_json` and `from_json` are exact inverses; what a newer version adds is ignored by an older one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any, Self
+
+
+class NodeState(StrEnum):
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Phase(StrEnum):
+    """Of `current`: is a generation on its way, and how far?"""
+
+    IDLE = "idle"
+    PROPOSED = "proposed"
+    ARMED = "armed"
+
+
+class Outcome(StrEnum):
+    """How the job ended; `RUNNING` until then."""
+
+    RUNNING = ""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class _Json:
+    """JSON by field name, for flat records of JSON values and string enums."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        known = {field_.name for field_ in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: item for name, item in value.items() if name in known})
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord(_Json):
+    """``nodes/<node>``, under its agent's lease.
+
+    `rank`: the place in the order of nodes that the user asked for, or None. `joined`: the order of arrival (the
+    key's create_revision), filled in by the reader. `instance`: distinguishes two lives of one name.
+    """
+
+    name: str
+    address: str
+    num_slots: int
+    store_port: int
+    instance: str
+    state: NodeState = NodeState.READY
+    rank: int | None = None
+    joined: int = 0
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        record = super(NodeRecord, cls).from_json(value)
+        return replace(record, state=NodeState(record.state))
+
+
+class FailureKind(StrEnum):
+    """Why a worker ended. `RAISED`: by itself. `PEER_LOST`: it raised because a peer went away, which has its own
+    cause. `KILLED`: by a signal."""
+
+    RAISED = "raised"
+    PEER_LOST = "peer_lost"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure(_Json):
+    """What ended a worker; `exit_code` is the one that etc-run passes on (128 + signal where a signal did it)."""
+
+    slot: str
+    kind: FailureKind
+    exit_code: int
+    error: str
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        record = super(Failure, cls).from_json(value)
+        return replace(record, kind=FailureKind(record.kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Ack(_Json):
+    """``acks/<generation>/<node>``: one node's summary of its workers in one generation.
+
+    `in_session`: every worker said hello, so that the node can change in place. `prepared`: the plan digest, once every
+    worker of the node is ready. `refused`: why a worker cannot take part. `switched`: every worker is past the
+    migration vote. `stop_ms` and `phases_ms`: the slowest worker's; bytes are sums over the node's workers.
+    """
+
+    generation: int
+    node: str
+    in_session: bool = False
+    prepared: str = ""
+    refused: str = ""
+    switched: bool = False
+    finished: bool = False
+    failure: Failure | None = None
+    step: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    referred_bytes: int = 0
+    stop_ms: float | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    prepare_ms: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        ack = super(Ack, cls).from_json(value)
+        failure: Any = ack.failure
+        return replace(ack, failure=Failure.from_json(failure)) if failure else ack
+
+
+@dataclass(frozen=True, slots=True)
+class Current(_Json):
+    """``current``: what the leader has decided. Every write of the leader replaces it, fenced by its mod_revision.
+
+    `committed`, `proposed`: generation ids, 0 for none. `next_id`: the next free id; numbers are never used twice.
+    `wanted`: the text of the last accepted `control/scale`, empty for the largest that nnodes admits;
+    `wanted_before`: what it goes back to if the proposed generation is withdrawn. `handled_scale`: the mod_revision
+    of the last `control/scale` that was answered; `pending_scale`: that of one still to be met, else 0.
+    `avoid`: a parallel config whose generation was withdrawn, not to be chosen again by itself.
+    `restarts`: fresh starts after failures so far. `unreported`: the history of the committed generation has yet to get
+    its stop time.
+    """
+
+    committed: int = 0
+    proposed: int = 0
+    phase: Phase = Phase.IDLE
+    next_id: int = 1
+    wanted: str = ""
+    wanted_before: str = ""
+    handled_scale: int = 0
+    pending_scale: int = 0
+    avoid: str = ""
+    restarts: int = 0
+    unreported: bool = False
+    outcome: Outcome = Outcome.RUNNING
+    exit_code: int = 0
+    why: str = ""
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        record = super(Current, cls).from_json(value)
+        return replace(record, phase=Phase(record.phase), outcome=Outcome(record.outcome))
+
+
+class Result(StrEnum):
+    """Of a control request."""
+
+    ACCEPTED = "accepted"
+    PENDING = "pending"
+    REFUSED = "refused"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(_Json):
+    """``control/reply``: the answer to the request written at `revision`."""
+
+    request: str
+    revision: int
+    result: Result
+    message: str
+    generation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class History(_Json):
+    """``history/<generation>``: what happened. Times in milliseconds, of the slowest worker."""
+
+    generation: int
+    config: str
+    previous: int
+    reason: str
+    outcome: str
+    why: str = ""
+    step: int = 0
+    kept: int = 0
+    started: int = 0
+    stopped: int = 0
+    moved_bytes: int = 0
+    stop_ms: float | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+    prepare_ms: dict[str, float] = field(default_factory=dict)
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A control key as found: its text and the mod_revision that identifies this writing of it."""
+
+    text: str
+    revision: int

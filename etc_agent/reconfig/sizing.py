@@ -1,0 +1,136 @@
+"""Which parallel config the job should have now, and whether a request for another can be met."""
+
+from __future__ import annotations
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.planner.choose import NoConfigError, choose_config
+from etc_agent.reconfig.view import View
+from etc_agent.reconfig.wanted import Largest, Nodes, Wanted, Workers
+
+
+class NotDescribed(Exception):
+    """The decision needs the model's layout under `config` first."""
+
+    def __init__(self, config: ParallelConfig) -> None:
+        super().__init__(str(config))
+        self.config = config
+
+
+def refusal(view: View, config: ParallelConfig) -> str | None:
+    """Why `config` cannot be, or None where it can.
+
+    Raises:
+        NotDescribed: the model has to be asked first.
+    """
+    if why := view.policy.refuse(config):
+        return why
+    if not in_session(view):
+        return None
+    description = view.descriptions.get(config)
+    if description is None:
+        raise NotDescribed(config)
+    return f"{config}: {description}" if isinstance(description, str) else None
+
+
+def in_session(view: View) -> bool:
+    """Every worker of the committed generation runs a session, so the job can change in place."""
+    committed = view.committed
+    return committed is not None and all(
+        not committed.is_fresh or view.ack(base(view), node).in_session for node in view.generations[base(view)].nodes
+    )
+
+
+def base(view: View) -> int:
+    """The fresh generation that the committed one descends from."""
+    generation = view.generations[view.current.committed]
+    while not generation.is_fresh:
+        generation = view.generations[generation.previous]
+    return generation.id
+
+
+def meeting(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:
+    """The config that meets `wanted` exactly on `num_slots` slots.
+
+    Raises:
+        NoConfigError: there is none; the message says why in one line.
+        NotDescribed: the model has to be asked first.
+    """
+    if isinstance(wanted, ParallelConfig):
+        if why := refusal(view, wanted):
+            raise NoConfigError(why)
+        if wanted.num_ranks > num_slots:
+            raise NoConfigError(f"{wanted} needs {wanted.num_ranks} workers, and there are {num_slots} slots")
+        return wanted
+    if isinstance(wanted, Workers):
+        if wanted.count > num_slots:
+            raise NoConfigError(f"{wanted.count} workers are asked for, and there are {num_slots} slots")
+        config = _largest(view, wanted.count)
+        if config.num_ranks != wanted.count:
+            raise NoConfigError(
+                f"no possible parallel config has exactly {wanted.count} workers; the next smaller one is {config} "
+                f"with {config.num_ranks}"
+            )
+        return config
+    if isinstance(wanted, Nodes):
+        if wanted.count > len(view.usable):
+            raise NoConfigError(f"{wanted.count} nodes are asked for, and there are {len(view.usable)}")
+        return _largest(view, sum(sorted((n.num_slots for n in view.usable), reverse=True)[: wanted.count]))
+    return _largest(view, num_slots)
+
+
+def target(view: View, wanted: Wanted) -> ParallelConfig:
+    """The config for the present nodes: `wanted` where it can be met, else as it is, else the largest that fits.
+
+    Raises:
+        NoConfigError: nothing fits.
+        NotDescribed: the model has to be asked first.
+    """
+    committed = view.committed
+    try:
+        config = meeting(view, wanted, view.num_usable_slots)
+        if str(config) != view.current.avoid:
+            return config
+    except NoConfigError:
+        pass
+    if committed is not None and committed.config.num_ranks <= view.num_usable_slots:
+        return committed.config
+    return _largest(view, view.num_usable_slots)
+
+
+def check(view: View, wanted: Wanted) -> str | None:
+    """Why `wanted` could never be met within `nnodes`, or None where it can be, now or when nodes come.
+
+    Raises:
+        NotDescribed: the model has to be asked first.
+    """
+    policy = view.policy
+    most = policy.max_nodes * policy.num_slots
+    admits = f"nnodes admits at most {most} ({policy.max_nodes} x {policy.num_slots} slots)"
+    if isinstance(wanted, Nodes) and wanted.count > policy.max_nodes:
+        return f"{wanted.count} nodes are asked for, but nnodes admits at most {policy.max_nodes}"
+    if isinstance(wanted, Nodes) and wanted.count < policy.min_nodes:
+        return f"{wanted.count} nodes are asked for, but nnodes wants at least {policy.min_nodes}"
+    if isinstance(wanted, Workers) and wanted.count > most:
+        return f"{wanted.count} workers are asked for, but {admits}"
+    if isinstance(wanted, ParallelConfig) and wanted.num_ranks > most:
+        return f"{wanted} needs {wanted.num_ranks} workers, but {admits}"
+    if isinstance(wanted, Nodes | Largest):
+        return None
+    try:
+        meeting(view, wanted, most)
+    except NoConfigError as error:
+        return str(error)
+    return None
+
+
+def _largest(view: View, num_slots: int) -> ParallelConfig:
+    committed = view.committed
+
+    def feasible(config: ParallelConfig) -> str | None:
+        if str(config) == view.current.avoid:
+            return f"{config} was tried and withdrawn"
+        return refusal(view, config)
+
+    return choose_config(
+        num_slots, view.policy.allowed, committed.config if committed else view.policy.initial, feasible=feasible
+    )

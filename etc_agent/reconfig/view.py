@@ -1,0 +1,129 @@
+"""What a decision is made from, and what a decision can be. Plain values: the agent reads and executes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Node, Topology
+from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, NodeState, Reply, Request
+from etc_agent.state.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the job's owner allows. Times in seconds.
+
+    `initial`: the config to start with, which stays wanted until another is asked for; None for the largest.
+    `allowed`: the only configs to choose from, or None for all. `refuse`: why a config can never be, in one line, or
+    None, from what the job file tells (the model itself is asked later). `pack`: None packs onto few nodes when
+    shrinking. `settle_s`: how long the set of nodes must be quiet before joiners are used. `prepare_s`: for a proposed generation
+    to be ready. `switch_s`: from armed to switched; it spans a training step. `start_s`: how long a worker that has not
+    opened a session is taken to be still starting. `lost_s`: how long a lost peer may take to be noticed by its lease.
+    `below_min_s`: how long the job waits with fewer than `min_nodes`.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    num_slots: int
+    initial: ParallelConfig | None = None
+    allowed: tuple[ParallelConfig, ...] | None = None
+    refuse: Callable[[ParallelConfig], str | None] = lambda _: None
+    max_restarts: int = 0
+    pack: bool | None = None
+    settle_s: float = 1.0
+    prepare_s: float = 300.0
+    switch_s: float = 1800.0
+    start_s: float = 120.0
+    lost_s: float = 12.0
+    below_min_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything the leader knows at one moment.
+
+    `nodes`: the live ones. `descriptions`: layout of the job's model under a config, or one line on why the model
+    refuses it. `quiet_s`: since the set of nodes or their states last changed. `phase_s`: since `current` last changed.
+    `failed_s`: since the first failure of a worker in this generation was reported.
+    """
+
+    policy: Policy
+    nodes: tuple[NodeRecord, ...]
+    current: Current
+    generations: Mapping[int, Generation] = field(default_factory=dict)
+    acks: Mapping[tuple[int, str], Ack] = field(default_factory=dict)
+    scale: Request | None = None
+    drains: frozenset[str] = frozenset()
+    paused: bool = False
+    descriptions: Mapping[ParallelConfig, Layout | str] = field(default_factory=dict)
+    quiet_s: float = 0.0
+    phase_s: float = 0.0
+    failed_s: float = 0.0
+
+    @property
+    def committed(self) -> Generation | None:
+        return self.generations.get(self.current.committed)
+
+    @property
+    def live(self) -> frozenset[str]:
+        return frozenset(node.name for node in self.nodes)
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Nodes that are told to leave: by signal or by an administrator."""
+        draining = frozenset(node.name for node in self.nodes if node.state is NodeState.DRAINING)
+        return draining | (self.drains & self.live)
+
+    @property
+    def usable(self) -> tuple[NodeRecord, ...]:
+        """The nodes that may hold workers: members first, then in order of rank and arrival, at most `max_nodes`."""
+        members = self.committed.nodes if self.committed else ()
+        staying = [node for node in self.nodes if node.name not in self.leaving]
+        chosen = sorted(staying, key=lambda node: (node.name not in members, *_order(node)))[: self.policy.max_nodes]
+        return tuple(sorted(chosen, key=_order))
+
+    @property
+    def num_usable_slots(self) -> int:
+        return sum(node.num_slots for node in self.usable)
+
+    @property
+    def topology(self) -> Topology:
+        """All live nodes, in stable order."""
+        return Topology(tuple(Node(node.name, node.num_slots) for node in sorted(self.nodes, key=_order)))
+
+    def ack(self, generation: int, node: str) -> Ack:
+        return self.acks.get((generation, node)) or Ack(generation, node)
+
+
+def _order(node: NodeRecord) -> tuple[int, int, str]:
+    return (node.rank if node.rank is not None else 1 << 30, node.joined, node.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One fenced transaction: the new `current` and what goes with it."""
+
+    current: Current
+    generation: Generation | None = None
+    reply: Reply | None = None
+    history: History | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Ask a worker for the layout of its model under `config`, then decide again."""
+
+    config: ParallelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do until something changes, or until `seconds` have passed."""
+
+    seconds: float = float("inf")
+
+
+Decision = Write | Describe | Wait
