@@ -1,0 +1,67 @@
+"""What etc-ctl and the demo print: a job's state and its history, as tables."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from etc_agent.reconfig.records import History
+
+_COLUMNS = ("gen", "config", "outcome", "why", "kept", "started", "stopped", "moved", "stopped training", "at step")
+_NUMBERS = ("gen", "kept", "started", "stopped", "moved", "at step")
+
+
+def console() -> Console:
+    """Standard output; wide where it is a pipe or a file, since nobody's window limits it there."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def history_table(records: Iterable[History]) -> Table:
+    """One row per generation: what changed, what it moved and how long training stood still."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in _COLUMNS:
+        is_text = name in ("why", "stopped training")
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=not is_text)
+    for record in records:
+        outcome = record.outcome if record.outcome == "committed" else f"[red]{record.outcome}"
+        table.add_row(
+            str(record.generation), record.config, outcome, record.why or record.reason, str(record.kept),
+            str(record.started), str(record.stopped), size(record.moved_bytes) if record.previous else "",
+            stopped_training(record), str(record.step) if record.previous else "",
+        )
+    return table
+
+
+def stopped_training(record: History) -> str:
+    """``212 ms (migrate 120, swap 40)``: whole, then by phase."""
+    phases = ", ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in record.phases_ms.items())
+    whole = "" if record.stop_ms is None else f"{record.stop_ms:.0f} ms"
+    return f"{whole} ({phases})".strip() if phases else whole
+
+
+def status_table(fields: Mapping[str, Any]) -> Table:
+    """Name and value, line by line."""
+    table = Table(show_header=False, box=None)
+    for name, value in fields.items():
+        table.add_row(f"[bold]{name}", str(value))
+    return table
+
+
+def when(seconds: float) -> str:
+    """Local time of day and date of a time stamp; empty for 0, which stands for unknown."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
