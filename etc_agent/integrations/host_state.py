@@ -1,4 +1,4 @@
-"""What a training state holds beside tensors: schedule, scaler, hyperparameters, the script's extras. And RNG streams."""
+"""What a training state holds beside tensors: schedule, scaler, hyperparameters, extras; and random streams."""
 
 from __future__ import annotations
 

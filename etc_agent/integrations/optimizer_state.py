@@ -119,7 +119,11 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> 
             "its state cannot be prepared, use an optimizer whose state depends on shapes alone"
         ) from error
     recorded = probe.state[param]
-    assert isinstance(recorded, _FirstValues)
+    if not isinstance(recorded, _FirstValues):
+        raise EtcError(
+            f"{type(optimizer).__name__} replaces its state instead of filling it; its state cannot be prepared, "
+            "write to optimizer.state[param][key]"
+        )
     return recorded.first
 
 
@@ -129,8 +133,9 @@ def _like_param(value: Any, param: torch.Tensor, on_device: bool) -> Any:
     if value.dim() == 0 and param.dim() > 0:
         return torch.empty_like(value, device="meta") if on_device else value.clone()
     if isinstance(param, DTensor) and value.shape == param._local_tensor.shape:
-        return as_dtensor(value, param)
-    return value
+        return as_dtensor(torch.empty_like(value), param)
+    # Of its own: the probe's state serves every parameter of one shape.
+    return value.clone()
 
 
 def as_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
