@@ -1,0 +1,47 @@
+# make setup   the environment alone: .venv, PyTorch, etcd
+# make run     a real training job that changes size four times, with a table and a picture at the end
+# make test    everything that must hold
+#
+# Fresh Debian with Python 3.11 or newer; nothing but PyPI and Debian's packages.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := setup
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Where there is no GPU this release is known to work; on a GPU machine the newest one that setup.cfg admits is taken.
+TORCH ?= $(if $(wildcard /dev/nvidiactl),torch,torch==2.13.0)
+STAMP := $(VENV)/.installed
+# Arguments for scripts/run_demo.py.
+DEMO ?=
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup run test lint clean
+
+setup: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml scripts/install_etcd.sh Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "etc-run needs Python 3.11 or newer; set PYTHON=")'
+	bash scripts/make_venv.sh "$(PYTHON)" "$(VENV)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off --editable '.[dev]'
+	bash scripts/install_etcd.sh "$(BIN)"
+	touch $@
+
+run: setup
+	$(BIN)/python scripts/run_demo.py $(DEMO)
+
+test: setup lint
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis out *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
