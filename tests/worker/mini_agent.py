@@ -1,0 +1,280 @@
+"""A small agent for tests: starts workers, hosts their store, and speaks the control protocol with them.
+
+It does what the real agent's part of the protocol is, on one machine and without etcd: no failure handling.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+from etc_agent.control.channel import Channel
+from etc_agent.control.messages import (
+    Armed,
+    Committed,
+    Describe,
+    Described,
+    FirstStep,
+    Hello,
+    Message,
+    Prepare,
+    Prepared,
+    Refused,
+    Switched,
+    Withdrawn,
+)
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Placement, Slot
+
+NODE = "node-a"
+PRELOADED = [
+    "torch", "torch._dynamo", "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental",
+    "etc_agent.worker.session",
+]
+M = TypeVar("M", bound=Message)
+
+# Workers are forked from a server that has imported torch: a join then takes milliseconds, not seconds.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
+
+
+def _worker_main(environment: dict[str, str], log: str, arguments: tuple[str, int, float, dict[str, Any]]) -> None:
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.path.insert(0, str(Path(__file__).parent))
+    import tiny_job
+
+    directory, num_steps, pause_s, fault = arguments
+    tiny_job.main(Path(directory), num_steps, pause_s, fault)
+
+
+@dataclass(eq=False)
+class WorkerHandle:
+    """One worker process and what it has said."""
+
+    slot: Slot
+    process: Any
+    channel: Channel | None = None
+    heard: list[Message] = field(default_factory=list)
+
+
+class MiniAgent:
+    """``with MiniAgent(tmp_path) as agent: agent.start("PP2"); agent.change("TP2DP2")``."""
+
+    def __init__(
+        self, directory: Path, *, num_steps: int = 1_000_000, pause_s: float = 0.005, verify: bool = True,
+        fault: dict[str, Any] | None = None, timeout_s: float = 60.0,
+    ) -> None:
+        self.directory = directory
+        self.verify_dir = directory / "verify"
+        self._arguments = (str(directory), num_steps, pause_s, fault or {})
+        self._verify = verify
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self.workers: dict[Slot, WorkerHandle] = {}
+        self.gone: list[WorkerHandle] = []
+        self.generation: Generation | None = None
+        self._last_id = 0
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._path = str(directory / "control.sock")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(self._path)
+        self._listener.listen(16)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._listener.close()
+        for worker in [*self.workers.values(), *self.gone]:
+            if worker.process.is_alive():
+                worker.process.kill()
+            worker.process.join()
+        if error is not None:
+            sys.stderr.write(self.logs())
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.directory.glob("worker-*.log")))
+
+    # -- what an agent does ----------------------------------------------------------------------------------------
+
+    def start(self, config: str) -> None:
+        """Generation 1, every worker anew."""
+        parsed = ParallelConfig.parse(config)
+        generation = self._next_generation(parsed, tuple(Slot(NODE, i) for i in range(parsed.num_ranks)), previous=0)
+        for slot in generation.placement:
+            self._spawn(slot, generation, joining=False)
+        self.generation = generation
+        for slot in generation.placement:
+            self.hear(slot, Hello)
+
+    def change(self, config: str, placement: Placement | None = None) -> dict[Slot, Switched]:
+        """One whole change; what each worker reported when it had switched."""
+        generation, everyone = self.prepare(config, placement)
+        digests = set()
+        for slot in everyone:
+            answer = self.hear(slot, Prepared, Refused, generation=generation.id)
+            assert isinstance(answer, Prepared), f"{slot}: {answer}"
+            digests.add(answer.digest)
+        assert len(digests) == 1
+        return self.commit(generation, everyone)
+
+    def prepare(self, config: str, placement: Placement | None = None) -> tuple[Generation, list[Slot]]:
+        """Propose a generation to everyone in it and in the present one; start those that join."""
+        parsed = ParallelConfig.parse(config)
+        previous = self.generation
+        assert previous is not None
+        generation = self._next_generation(parsed, placement or self._default_placement(parsed), previous=previous.id)
+        for slot in generation.placement:
+            if slot not in self.workers:
+                self._spawn(slot, generation, joining=True)
+        everyone = list(dict.fromkeys((*previous.placement, *generation.placement)))
+        for slot in everyone:
+            self.hear(slot, Hello)
+            self.send(slot, Prepare(NODE, generation.to_json(), previous.to_json()))
+        return generation, everyone
+
+    def commit(self, generation: Generation, everyone: list[Slot]) -> dict[Slot, Switched]:
+        """Arm a prepared generation, and see everyone through the switch."""
+        for slot in everyone:
+            self.send(slot, Armed(generation.id))
+        switched = {slot: self.hear(slot, Switched, generation=generation.id) for slot in everyone}
+        for slot in everyone:
+            if slot not in generation.placement:
+                worker = self.workers.pop(slot)
+                self.gone.append(worker)
+                worker.process.join(self._timeout_s)
+                assert worker.process.exitcode == 0, f"{slot} left with {worker.process.exitcode}"
+            else:
+                self.send(slot, Committed(generation.id))
+        self.generation = generation
+        return switched
+
+    def withdraw(self, generation: Generation, everyone: list[Slot], reason: str = "test") -> None:
+        for slot in everyone:
+            self.send(slot, Withdrawn(generation.id, reason))
+        for slot in everyone:
+            if self.generation is not None and slot not in self.generation.placement:
+                worker = self.workers.pop(slot)
+                self.gone.append(worker)
+                worker.process.join(self._timeout_s)
+                assert worker.process.exitcode == 0, f"{slot} was withdrawn and ended with {worker.process.exitcode}"
+
+    def describe(self, slot: Slot, config: str) -> Described:
+        self.send(slot, Describe(config))
+        return self.hear(slot, Described, config=config)
+
+    def first_steps(self) -> dict[Slot, FirstStep]:
+        assert self.generation is not None
+        return {slot: self.hear(slot, FirstStep, generation=self.generation.id) for slot in self.generation.placement}
+
+    def finish(self) -> dict[Slot, int | None]:
+        """Wait until every worker has ended by itself; their exit codes."""
+        for worker in self.workers.values():
+            worker.process.join(self._timeout_s)
+        return {slot: worker.process.exitcode for slot, worker in self.workers.items()}
+
+    # -- plumbing --------------------------------------------------------------------------------------------------
+
+    def send(self, slot: Slot, message: Message) -> None:
+        channel = self.workers[slot].channel
+        assert channel is not None
+        channel.send(message)
+
+    def hear(self, slot: Slot, *kinds: type[M], **fields: Any) -> M:
+        """The first message of one of `kinds` from `slot`'s worker whose fields are as given."""
+        worker = self.workers[slot]
+
+        def find() -> M | None:
+            for message in worker.heard:
+                if isinstance(message, kinds) and all(getattr(message, k) == v for k, v in fields.items()):
+                    return message
+            return None
+
+        with self._changed:
+            heard = self._changed.wait_for(lambda: find() or not worker.process.is_alive(), self._timeout_s)
+            found = find()
+        if found is None:
+            state = f"ended with {worker.process.exitcode}" if heard else f"is silent for {self._timeout_s} s"
+            raise AssertionError(f"{slot} {state}; expected {[k.__name__ for k in kinds]}")
+        return found
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Every line that every worker has logged, oldest first."""
+        lines = []
+        for path in self.directory.glob("steps-*.jsonl"):
+            lines += [json.loads(line) for line in path.read_text().splitlines()]
+        return sorted(lines, key=lambda line: (line["step"], line["rank"]))
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"waited {self._timeout_s} s in vain for {what}"
+            time.sleep(0.02)
+
+    def _next_generation(self, config: ParallelConfig, placement: Placement, previous: int) -> Generation:
+        self._last_id += 1
+        return Generation(self._last_id, config, placement, f"127.0.0.1:{self._store.port}", previous, "test")
+
+    def _default_placement(self, config: ParallelConfig) -> Placement:
+        assert self.generation is not None
+        kept = self.generation.placement[: config.num_ranks]
+        free = (Slot(NODE, i) for i in range(64) if Slot(NODE, i) not in self.workers)
+        return (*kept, *(next(free) for _ in range(config.num_ranks - len(kept))))
+
+    def _spawn(self, slot: Slot, generation: Generation, joining: bool) -> None:
+        rank = generation.placement.index(slot)
+        environment = {
+            "RANK": str(rank), "LOCAL_RANK": str(slot.index), "WORLD_SIZE": str(generation.config.num_ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
+            "ETC_CONTROL_SOCKET": self._path, "ETC_GENERATION": str(generation.id),
+            "ETC_PARALLEL": str(generation.config), "ETC_JOINING": "1" if joining else "0",
+        }
+        if self._verify:
+            environment["ETC_VERIFY"] = str(self.verify_dir)
+        log = str(self.directory / f"worker-{slot.index}-gen{generation.id}.log")
+        process = _context.Process(target=_worker_main, args=(environment, log, self._arguments), daemon=True)
+        process.start()
+        self.workers[slot] = WorkerHandle(slot, process)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._listen, args=(Channel(connection),), daemon=True).start()
+
+    def _listen(self, channel: Channel) -> None:
+        hello = channel.receive()
+        assert isinstance(hello, Hello)
+        worker = self.workers[Slot(NODE, hello.local_rank)]
+        worker.channel = channel
+        message: Message | None = hello
+        while message is not None:
+            with self._changed:
+                worker.heard.append(message)
+                self._changed.notify_all()
+            message = channel.receive()
+        worker.process.join()
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,57 @@
+"""Every ordered pair of configs that fit on four workers, each change judged bit for bit by an independent oracle."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from mini_agent import MiniAgent
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from oracle import assert_same_bits, gathered
+
+from etc_agent.parallel.config import ParallelConfig
+
+CONFIGS = [
+    ParallelConfig(pp, tp, dp)
+    for pp in range(1, 5) for tp in range(1, 5) for dp in range(1, 5)
+    if pp * tp * dp <= 4
+]
+
+
+def closed_walk(count: int) -> list[int]:
+    """A walk over the nodes 0 .. count-1 that takes every ordered pair of distinct nodes once (Hierholzer)."""
+    left = {node: [other for other in range(count) if other != node] for node in range(count)}
+    stack, walk = [0], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
+def test_the_walk_takes_every_ordered_pair() -> None:
+    walk = closed_walk(len(CONFIGS))
+    pairs = list(zip(walk, walk[1:], strict=False))
+    assert len(CONFIGS) == 13
+    assert len(pairs) == len(set(pairs)) == 13 * 12
+
+
+@pytest.mark.timeout(400)
+def test_every_ordered_pair_of_configs_on_four_workers_keeps_every_bit(tmp_path: Path) -> None:
+    walk = [CONFIGS[index] for index in closed_walk(len(CONFIGS))]
+    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+        agent.start(str(walk[0]))
+        for previous, current in zip(walk, walk[1:], strict=False):
+            agent.change(str(current))
+            assert agent.generation is not None
+            number = agent.generation.id
+            old = gathered(agent.verify_dir, number, "old", previous.num_ranks)
+            new = gathered(agent.verify_dir, number, "new", current.num_ranks)
+            assert any(name.startswith("rng.") for name in old)
+            assert any(name.endswith("exp_avg_sq") for name in old)
+            assert_same_bits(old, new)
+            for path in agent.verify_dir.iterdir():
+                path.unlink()

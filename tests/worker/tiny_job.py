@@ -1,0 +1,127 @@
+"""A tiny training job for the tests of the worker room: real processes, real DTensor parameters, a real optimizer.
+
+Each of its layers learns a target of its own, so that pipeline stages need no activations from each other and the loss
+is the same function under every config, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import etc_agent as etc
+
+LAYERS, WIDTH, HIDDEN = 5, 8, 12
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+class Stage(nn.Module):
+    """The layers of one pipeline stage, under the names that they have in the whole model."""
+
+    def __init__(self, layers: range) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(layer): Block() for layer in layers})
+
+
+def build(parallel: etc.ParallelContext) -> etc.TrainState:
+    pp, tp = parallel.config.pp, parallel.config.tp
+    if HIDDEN % tp:
+        raise ValueError(f"{parallel.config}: {HIDDEN} hidden units cannot be divided over tp={tp}")
+    if pp > LAYERS:
+        raise ValueError(f"{parallel.config}: {LAYERS} layers cannot fill pp={pp} stages")
+    stage = parallel.coordinate.pp
+    model = Stage(range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp))
+    if tp > 1:
+        plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+        parallelize_module(model, parallel.mesh["tp"], plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
+    return etc.TrainState(model, optimizer, scheduler, init=initialise)
+
+
+def initialise(state: etc.TrainState) -> None:
+    """Weights as a function of name and position, whatever the sharding."""
+    from etc_agent.integrations.native import shards_of
+
+    for shard, local in shards_of(state).items():
+        if shard.tensor.name.endswith("scale"):
+            local.fill_(0.5)
+        elif shard.tensor.name.startswith("model.") and local.is_floating_point():
+            generator = torch.Generator().manual_seed(sum(shard.tensor.name.encode()))
+            whole = torch.rand(shard.tensor.shape, generator=generator) - 0.5
+            part = tuple(slice(o, o + n) for o, n in zip(shard.box.offset, shard.box.shape, strict=True))
+            local.copy_(whole[part])
+
+
+class Samples:
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(WIDTH, dtype=torch.float32) * (index % 97 + 1) * 0.1)
+
+
+def train(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> torch.Tensor:
+    """Mean loss over the whole job; gradients are left as those of that mean."""
+    loss = torch.zeros(())
+    for name, block in state.model.layers.items():
+        loss = loss + ((block(batch) - torch.cos(batch + int(name))) ** 2).mean()
+    (loss / parallel.config.dp).backward()
+    if parallel.config.dp > 1:
+        for parameter in state.model.parameters():
+            gradient = parameter.grad
+            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient,
+                            group=parallel.mesh.get_group("dp"))
+    whole = loss.detach() / (parallel.config.dp * parallel.config.tp)
+    dist.all_reduce(whole)
+    return whole
+
+
+def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    ids: dict[str, Any] = {}
+    with etc.session(
+        build, global_batch=12, seed=7, record=lambda step, seen: ids.update(step=step, ids=list(seen)),
+        timeout_s=fault.get("timeout_s", 60.0), switch_timeout_s=60.0,
+    ) as session:
+        data = Samples()
+        for step in session.steps(num_steps):
+            with step:
+                loss = train(session.state, session.parallel, session.batch(data))
+                if fault.get("raise_at") == step.index and session.parallel.rank == 0:
+                    raise KeyError("a bug in user code")
+                step.commit()
+            line = {
+                "pid": os.getpid(), "step": step.index, "loss": loss.item(), "generation": session.generation,
+                "config": str(session.parallel.config), "rank": session.parallel.rank,
+                "dp": session.parallel.coordinate.dp, "ids": ids["ids"], "env_rank": int(os.environ["RANK"]),
+                "env_world_size": int(os.environ["WORLD_SIZE"]), "local_rank": os.environ["LOCAL_RANK"],
+                "lr": session.state.optimizer.param_groups[0]["lr"], "time": time.time(),
+                "fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+            }
+            with open(log / f"steps-{os.getpid()}.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+            time.sleep(pause_s)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), json.loads(sys.argv[4]) if len(sys.argv) > 4 else {})
