@@ -68,3 +68,36 @@ def missing_box(whole: Box, parts: Sequence[Box]) -> Box | None:
     """A part of `whole` that none of `parts` covers, or None where they cover it all."""
     rest = subtract_all(whole, parts)
     return rest[0] if rest else None
+
+
+def flat_range(box: Box, start: int, end: int) -> list[Box]:
+    """Elements [start, end) of `box` in row-major order, as at most 2n - 1 boxes for n dims, in that order."""
+    if start >= end:
+        return []
+    if not box.shape:
+        return [box]
+    if start == 0 and end == box.num_elements:
+        return [box]
+    row = box.num_elements // box.shape[0]
+    first, last = start // row, (end - 1) // row
+
+    def rows(begin: int, stop: int) -> Box:
+        return Box((box.offset[0] + begin, *box.offset[1:]), (stop - begin, *box.shape[1:]))
+
+    def inner(at: int, low: int, high: int) -> list[Box]:
+        below = flat_range(Box(box.offset[1:], box.shape[1:]), low, high)
+        return [Box((box.offset[0] + at, *part.offset), (1, *part.shape)) for part in below]
+
+    if first == last and end - start < row:
+        return inner(first, start - first * row, end - first * row)
+    found: list[Box] = []
+    if start > first * row:
+        found += inner(first, start - first * row, row)
+        first += 1
+    tail = end - last * row
+    stop = last + 1 if tail == row else last
+    if stop > first:
+        found.append(rows(first, stop))
+    if tail < row:
+        found += inner(last, 0, tail)
+    return found

@@ -27,7 +27,7 @@ def test_configs_are_read_in_any_order_and_case(text, config):
 
 @pytest.mark.parametrize("text", ["", "4", "PP", "PP0", "PP2PP2", "PP2,TP2", "XP2", "PP2TP-1", "DP3EP2"])
 def test_what_is_not_a_config_is_refused(text):
-    with pytest.raises(ValueError, match="not a parallel config|positive integer|does not divide"):
+    with pytest.raises(ValueError, match=r"not a parallel config|positive integer|does not divide"):
         ParallelConfig.parse(text)
 
 
