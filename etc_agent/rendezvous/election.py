@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import AmbiguousError, EtcdError, LeaseLostError
+from etc_agent.rendezvous.errors import AmbiguousError, ClientClosedError, EtcdError, LeaseLostError
 from etc_agent.rendezvous.lease import Lease
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
 from etc_agent.rendezvous.values import Compare, Delete, Get, KeyValue, Put, Value, as_bytes
@@ -121,6 +121,8 @@ class Election:
                 return self._client.get(self._key)
             except EtcdError as error:
                 log.warning("campaigning for the lead: %s", error)
+        except ClientClosedError:
+            self._stopped.set()
         except LeaseLostError:
             log.info("no lease to lead under; trying again once there is one")
         except EtcdError as error:

@@ -21,8 +21,8 @@ class EtcdAuthError(EtcdError):
     """User, password, certificate or permission was not accepted."""
 
 
-class HistoryLostError(EtcdError):
-    """The revisions a watch wanted are gone (compacted, or etcd lost its data). List again, then watch from there."""
+class ClientClosedError(EtcdError):
+    """The client was closed by its owner; there is nothing to wait for."""
 
 
 class LeaseLostError(EtcdError):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import EtcdError, LeaseLostError
+from etc_agent.rendezvous.errors import ClientClosedError, EtcdError, LeaseLostError
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ class Lease:
                 self._is_lost = True
                 if not self._closed.is_set():
                     self._on_lost()
+                return
+            except ClientClosedError:
                 return
             except EtcdError as error:
                 if self._closed.is_set():

