@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -64,15 +64,15 @@ def _shown(value: Any, limit: int = 60) -> str:
 
 def _fields_at(location: tuple[int | str, ...], schema: type[BaseModel]) -> list[str]:
     """The names of the fields of the section at `location`; none where it is not a section."""
-    section: Any = schema
+    section: type[BaseModel] | None = schema
     for part in location:
-        field = section.model_fields.get(part) if isinstance(part, str) else None
-        section = field.annotation if field is not None else None
-        section = next(filter(_is_section, getattr(section, "__args__", (section,))), None)
-        if section is None:
-            return []
-    return list(section.model_fields)
+        field = section.model_fields.get(part) if section is not None and isinstance(part, str) else None
+        section = section_of(field.annotation) if field is not None else None
+    return list(section.model_fields) if section is not None else []
 
 
-def _is_section(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, BaseModel)
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The schema inside a field's type, such as ``Annotated[Section, ...] | None``; None where there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(section_of, get_args(annotation))), None)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
 from etc_agent.agent.settings import Timeouts
 from etc_agent.parallel.config import ParallelConfig
 from launcher.job import Job, JobFileError, TimeoutsSection, load_job
+from launcher.mistakes import section_of
 
 
 def written(folder: Path, text: str) -> Path:
@@ -58,6 +62,7 @@ def test_one_number_of_nodes_is_both_bounds(tmp_path: Path) -> None:
         ("rendezvous: {endpont: []}", "rendezvous.endpont: unknown field; did you mean endpoints?"),
         ("timeouts: {zzz: 1}", "timeouts.zzz: unknown field; known: drain_s, etcd_s,"),
         ("nodes: {min: 3, max: 2}", "nodes: min 3 is above max 2"),
+        ("nodes: {mim: 1}", "nodes.mim: unknown field; did you mean min?"),
         ("nodes: {min: one}", "nodes.min: expected an integer, got 'one'"),
         ("nodes: 0", "nodes: expected at least 1, got 0"),
         ("workers_per_node: four", "workers_per_node: expected a positive integer, or one of auto"),
@@ -136,3 +141,42 @@ def test_every_timeout_of_the_agent_can_be_set_in_the_file() -> None:
 
 def test_an_empty_mapping_is_a_job_with_every_default() -> None:
     assert Job.model_validate({}).run_as == "script"
+
+
+# ---- the job files that come with the project ----------------------------------------------------------------------
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def _leaves(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The path of every field that is not a section."""
+    for name, field in schema.model_fields.items():
+        section = section_of(field.annotation)
+        if section is None:
+            yield prefix + name
+        else:
+            yield from _leaves(section, f"{prefix}{name}.")
+
+
+def _given(value: object, prefix: str = "") -> Iterator[str]:
+    assert isinstance(value, dict)
+    for name, item in value.items():
+        if isinstance(item, dict) and prefix + name != "env":
+            yield from _given(item, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_the_example_is_valid_and_shows_every_field() -> None:
+    path = CONFIGS / "example.yaml"
+    load_job(path)
+    assert set(_given(yaml.safe_load(path.read_text()))) == set(_leaves(Job))
+
+
+def test_the_examples_timeouts_are_the_defaults() -> None:
+    assert Timeouts(**load_job(CONFIGS / "example.yaml").timeouts.model_dump()) == Timeouts()
+
+
+def test_the_demo_starts_on_two_of_four_slots() -> None:
+    job = load_job(CONFIGS / "gpt-tiny.yaml")
+    assert (job.workers_per_node, job.parallel.initial) == (4, ParallelConfig(pp=2))
