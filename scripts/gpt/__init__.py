@@ -1,0 +1,1 @@
+"""The byte-level GPT that scripts/train_gpt.py trains."""

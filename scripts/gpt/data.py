@@ -1,0 +1,50 @@
+"""Samples of bytes from text files, in an order that depends on the seed and the sample's number alone."""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+MAX_BYTES = 16 << 20
+"""What is read of a folder at most: enough for any demonstration, and quick to load."""
+
+
+class ByteSamples:
+    """``samples[i]``: int64 tensor of `sequence` + 1 bytes. `i` is unbounded: each pass over the text has its order.
+
+    Raises:
+        ValueError: there is no text at `path`, or too little.
+    """
+
+    def __init__(self, path: Path | None, sequence: int, seed: int) -> None:
+        self._text = _read(path or Path(sysconfig.get_path("stdlib")), "*" if path else "*.py")
+        self._sequence = sequence
+        self._num_windows = (len(self._text) - 1) // sequence
+        if self._num_windows < 1:
+            raise ValueError(f"{path} holds {len(self._text)} bytes of text; a sample needs {sequence + 1}")
+        num_windows = self._num_windows
+        self._order = lru_cache(maxsize=2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(num_windows))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        epoch, position = divmod(index, self._num_windows)
+        start = int(self._order(epoch)[position]) * self._sequence
+        return torch.from_numpy(self._text[start : start + self._sequence + 1].astype(np.int64))
+
+
+def _read(path: Path, pattern: str) -> np.ndarray:
+    if not path.exists():
+        raise ValueError(f"--data {path} does not exist; give a text file or a folder of them")
+    files = [path] if path.is_file() else sorted(file for file in path.rglob(pattern) if file.is_file())
+    chunks: list[bytes] = []
+    num_bytes = 0
+    for file in files:
+        if num_bytes >= MAX_BYTES and len(files) > 1:
+            break
+        if not {"site-packages", "dist-packages", "__pycache__"} & set(file.parts[len(path.parts) :]):
+            chunks.append(file.read_bytes())
+            num_bytes += len(chunks[-1])
+    return np.frombuffer(b"".join(chunks), dtype=np.uint8)
