@@ -27,7 +27,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Answer to Describe. `layout`: of `etc_agent.state.encoding`, or None where the model refuses: `error` says why."""
+    """Answer to Describe. `layout`: of `etc_agent.state.encoding`; None where the model refuses: `error` says why."""
 
     type: ClassVar[str] = "described"
     config: str

@@ -212,6 +212,8 @@ def _follow(view: View, committed: Generation, proposed: Generation) -> Decision
     old = [view.ack(committed.id, node) for node in committed.nodes]
     new = [view.ack(proposed.id, node) for node in nodes]
     armed = view.current.phase is Phase.ARMED
+    if (history := _stop_time(view, committed, old)) is not None:
+        return Write(replace(view.current, unreported=False), history=history)
     if all(ack.finished for ack in old):
         return _end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
     if all(ack.switched for ack in new):
@@ -223,7 +225,8 @@ def _follow(view: View, committed: Generation, proposed: Generation) -> Decision
         if missing:
             return _restart_without(view, missing)
         if view.phase_s >= view.policy.switch_s:
-            why = f"generation {proposed.id} was armed and did not switch in {view.policy.switch_s:g} s (timeouts.switch_s)"
+            limit = f"{view.policy.switch_s:g} s (timeouts.switch_s)"
+            why = f"generation {proposed.id} was armed and did not switch in {limit}"
             return _end(view, Outcome.FAILED, 1, why)
         return Wait(view.policy.switch_s - view.phase_s)
     return _prepare(view, committed, proposed, old, new)
