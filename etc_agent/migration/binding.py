@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from etc_agent.migration.bits import as_bits, as_bytes, bits_at
+from etc_agent.migration.pages import prefault
 from etc_agent.migration.schedule import Message, Round, aligned
+from etc_agent.migration.shared import PeerMemory
 from etc_agent.planner.plan import Refer, Transfer
 from etc_agent.state.layout import Shard
 
@@ -18,7 +20,10 @@ TensorOf = Callable[[Shard], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class BoundMessage:
-    """The flat bytes that the wire moves, and the copies to make before a send or after a receive, as bits."""
+    """The flat bytes that the wire moves, and the copies to make before a send or after a receive, as bits.
+
+    Of a shared message the wire moves one byte, after the copies.
+    """
 
     message: Message
     buffer: torch.Tensor
@@ -52,16 +57,18 @@ class Binder:
     Args:
         source, target: the local tensors of old and new shards.
         moves: whether the wire can take a tensor's memory as it is.
+        peers: the memory of the peers that this worker writes into itself.
     """
 
     source: TensorOf
     target: TensorOf
     moves: Callable[[torch.Tensor], bool]
+    peers: Mapping[int, PeerMemory] = field(default_factory=dict)
 
     def staging_need_bytes(self, scheduled: Round) -> int:
         """Staging bytes that a round needs."""
-        staged = [m for m in scheduled.sends if self._in_place(m, self._source_view) is None]
-        staged += [m for m in scheduled.receives if self._in_place(m, self._target_view) is None]
+        staged = [m for m in scheduled.sends if not m.shared and self._in_place(m, self._source_view) is None]
+        staged += [m for m in scheduled.receives if not m.shared and self._in_place(m, self._target_view) is None]
         return sum(aligned(message.num_bytes) for message in staged)
 
     def bind(self, scheduled: Round, slot: torch.Tensor) -> BoundRound:
@@ -77,6 +84,9 @@ class Binder:
 
         sends, receives = [], []
         for message in scheduled.sends:
+            if message.shared:
+                sends.append(self._written_to_peer(message))
+                continue
             in_place = self._in_place(message, self._source_view)
             if in_place is not None:
                 sends.append(BoundMessage(message, in_place))
@@ -84,6 +94,9 @@ class Binder:
                 buffer, items = staged(message)
                 sends.append(BoundMessage(message, buffer, items, _bits(message.transfers, self._source_view)))
         for message in scheduled.receives:
+            if message.shared:
+                receives.append(BoundMessage(message, torch.zeros(1, dtype=torch.uint8)))
+                continue
             in_place = self._in_place(message, self._target_view)
             if in_place is not None:
                 receives.append(BoundMessage(message, in_place))
@@ -91,6 +104,17 @@ class Binder:
                 buffer, items = staged(message)
                 receives.append(BoundMessage(message, buffer, _bits(message.transfers, self._target_view), items))
         return BoundRound(tuple(sends), tuple(receives))
+
+    def _written_to_peer(self, message: Message) -> BoundMessage:
+        memory = self.peers[message.peer]
+        targets = tuple(
+            as_bits(memory.tensor(Shard(t.tensor, t.target_box))[t.box.within(t.target_box)])
+            for t in message.transfers
+        )
+        for target in targets:
+            prefault(target)
+        sources = _bits(message.transfers, self._source_view)
+        return BoundMessage(message, torch.zeros(1, dtype=torch.uint8), targets, sources)
 
     def bind_local(self, refers: Sequence[Refer]) -> LocalCopies:
         """The copies that `refers` ask for. A new shard that is its old one in the same memory needs none."""

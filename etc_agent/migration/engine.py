@@ -7,7 +7,8 @@ another pair, and the wire does not idle between rounds:
     post 0 . copy what stays . post 1 . finish 0 . post 2 . finish 1 . ... . finish n-1
 
 A contiguous box travels from tensor to tensor in place. Small boxes, and boxes that are not contiguous in their shard,
-pass through a staging buffer; each of the two rounds in flight has its own.
+pass through a staging buffer; each of the two rounds in flight has its own. Workers of one host whose new tensors lie
+in shared memory write into them directly (`shared`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import contextlib
 import datetime
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.report import MigrationReport, SpanRecorder
 from etc_agent.migration.schedule import Message, schedule_for
+from etc_agent.migration.shared import DESCRIPTION_BYTES, PeerMemory, SharedMemory, map_peer
 from etc_agent.migration.staging import Staging
 from etc_agent.migration.wire import Operation, Wire, Work, first_line
 from etc_agent.planner.plan import MigrationPlan
@@ -50,6 +52,7 @@ class Migration:
         group: a raw c10d backend over the plan's workers, rank = worker number. No other thread may use it for
             point-to-point meanwhile.
         timeout_s: longest time in which no message completes before the migration is given up.
+        memory: where `targets` were allocated, if peers on this host may write into them (`shared`).
 
     Raises:
         MigrationError: a tensor is not what the plan says of it; the message names worker, tensor and box.
@@ -64,6 +67,7 @@ class Migration:
         group: Any,
         *,
         timeout_s: float,
+        memory: SharedMemory | None = None,
     ) -> None:
         self._plan = plan
         self._worker = worker
@@ -78,6 +82,8 @@ class Migration:
         self._sources = dict(sources)
         self._targets = dict(targets)
         self._schedule = schedule_for(plan, worker)
+        self._memory = memory
+        self._peer_memory: dict[int, PeerMemory] = {}
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._device = _device_of((*sources.values(), *targets.values()))
         self._staging: Staging | None = None
@@ -90,13 +96,18 @@ class Migration:
         return self._staging.num_bytes if self._staging else 0
 
     def prepare(self) -> None:
-        """Agree on the plan with every other worker, warm the connections, allocate and touch the staging buffers.
+        """Agree on the plan with every other worker, warm the connections, map shared memory, allocate and touch the
+        staging buffers.
 
         Raises:
             MigrationError: a worker has another plan, or does not take part in time.
         """
-        self._agree()
-        self._warm()
+        described = self._agree()
+        writers = self._meet_peers(described)
+        if self._memory is not None:
+            self._memory.close()
+        shared = {(self._worker, peer) for peer in self._peer_memory} | {(peer, self._worker) for peer in writers}
+        self._schedule = schedule_for(self._plan, self._worker, shared)
         self._bind()
 
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
@@ -143,31 +154,51 @@ class Migration:
 
     # -- prepare
 
-    def _agree(self) -> None:
-        """Nobody may wait for messages that a peer with another plan never sends."""
+    def _agree(self) -> list[bytes]:
+        """Exchange plan digests and descriptions of shared memory; returns the descriptions by worker.
+
+        Nobody may wait for messages that a peer with another plan never sends.
+        """
         digest = hashlib.sha256(self._plan.digest.encode()).digest()
-        row = torch.tensor(list(digest), dtype=torch.uint8, device=self._wire_device)
+        mine = digest + self._described_memory()
+        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._wire_device)
         rows = [bytes(theirs.tolist()) for theirs in self._wire.all_gather(row, self._timeout)]
-        others = [str(worker) for worker, theirs in enumerate(rows) if theirs != digest]
+        others = [str(worker) for worker, theirs in enumerate(rows) if theirs[: len(digest)] != digest]
         if others:
             raise MigrationError(
                 f"worker {self._worker}: the plan of worker {', '.join(others)} differs from mine "
                 f"({self._plan.digest[:16]}); every worker must plan from the same manifests"
             )
+        return [theirs[len(digest) :] for theirs in rows]
 
-    def _warm(self) -> None:
-        """The first message of a pair pays for connections and kernel buffers."""
-        peers = sorted(self._schedule.peers)
-        arriving = torch.empty(len(peers), dtype=torch.uint8, device=self._wire_device)
-        leaving = torch.zeros(1, dtype=torch.uint8, device=self._wire_device)
+    def _described_memory(self) -> bytes:
+        messages = (message for scheduled in self._schedule.rounds for message in scheduled.receives)
+        received = {Shard(t.tensor, t.target_box) for message in messages for t in message.transfers}
+        if self._memory is None or not all(self._memory.holds(shard, self._targets[shard]) for shard in received):
+            return bytes(DESCRIPTION_BYTES)
+        return self._memory.describe()
+
+    def _meet_peers(self, described: Sequence[bytes]) -> list[int]:
+        """Send every peer its first message, which pays for connections and kernel buffers. It says whether the sender
+        has mapped the receiver's memory; returns the peers that have mapped mine."""
+        receive_peers, send_peers = self._schedule.receive_peers, self._schedule.send_peers
+        for peer in send_peers:
+            memory = map_peer(self._plan, peer, described[peer])
+            if memory is not None:
+                self._peer_memory[peer] = memory
+        answers = torch.tensor([peer in self._peer_memory for peer in send_peers], dtype=torch.uint8)
+        answers = answers.to(self._wire_device)
+        arriving = torch.zeros(len(receive_peers), dtype=torch.uint8, device=self._wire_device)
         received, sent = self._wire.post(
-            [(peer, 0, arriving[i : i + 1]) for i, peer in enumerate(peers)], [(peer, 0, leaving) for peer in peers]
+            [(peer, 0, arriving[i : i + 1]) for i, peer in enumerate(receive_peers)],
+            [(peer, 0, answers[i : i + 1]) for i, peer in enumerate(send_peers)],
         )
-        for peer, work in zip((*peers, *peers), (*received, *sent), strict=True):
+        for peer, work in zip((*receive_peers, *send_peers), (*received, *sent), strict=True):
             self._wait(work, f"the first message from or to worker {peer}")
+        return [peer for peer, mapped in zip(receive_peers, arriving.tolist(), strict=True) if mapped]
 
     def _bind(self) -> None:
-        binder = Binder(self._sources.__getitem__, self._targets.__getitem__, self._wire.moves)
+        binder = Binder(self._sources.__getitem__, self._targets.__getitem__, self._wire.moves, self._peer_memory)
         needs = [binder.staging_need_bytes(scheduled) for scheduled in self._schedule.rounds]
         if self._staging is None or not self._staging.fits(needs):
             pinned = self._device.type == "cuda" and not self._wire.is_nccl

@@ -8,7 +8,7 @@ end gets the bytes into or out of its tensors (in place or through a staging buf
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
@@ -22,13 +22,17 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Bytes from or to one peer. `starts_bytes` has one start per transfer; `tag` counts per directed pair from 1."""
+    """Bytes from or to one peer. `starts_bytes` has one start per transfer; `tag` counts per directed pair from 1.
+
+    `shared`: the sender writes into the receiver's memory itself, and the message only says that it has.
+    """
 
     peer: int
     tag: int
     transfers: tuple[Transfer, ...]
     starts_bytes: tuple[int, ...]
     num_bytes: int
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,19 @@ class Schedule:
     rounds: tuple[Round, ...]
 
     @property
-    def peers(self) -> frozenset[int]:
-        return frozenset(m.peer for r in self.rounds for m in (*r.sends, *r.receives))
+    def send_peers(self) -> list[int]:
+        return sorted({message.peer for scheduled in self.rounds for message in scheduled.sends})
+
+    @property
+    def receive_peers(self) -> list[int]:
+        return sorted({message.peer for scheduled in self.rounds for message in scheduled.receives})
 
 
-def schedule_for(plan: MigrationPlan, worker: int, *, direct_bytes: int = DIRECT_BYTES) -> Schedule:
-    """The part of `plan` that `worker` executes. Linear in the number of the plan's instructions."""
+def schedule_for(plan: MigrationPlan, worker: int, shared_pairs: Collection[tuple[int, int]] = ()) -> Schedule:
+    """The part of `plan` that `worker` executes. Linear in the number of the plan's instructions.
+
+    `shared_pairs`: (source, target) whose source writes into the target's memory.
+    """
     next_tag: dict[tuple[int, int], int] = defaultdict(lambda: 1)
     rounds = []
     for transfers in plan.rounds:
@@ -64,27 +75,28 @@ def schedule_for(plan: MigrationPlan, worker: int, *, direct_bytes: int = DIRECT
         receives: list[Message] = []
         for (source, target), items in by_pair.items():
             mine, peer = (sends, target) if source == worker else (receives, source)
-            for group in _grouped(items, direct_bytes):
-                mine.append(_message(peer, next_tag[source, target], group))
+            shared = (source, target) in shared_pairs
+            for group in [items] if shared else _grouped(items):
+                mine.append(_message(peer, next_tag[source, target], group, shared))
                 next_tag[source, target] += 1
         rounds.append(Round(tuple(sends), tuple(receives)))
     return Schedule(tuple(refer for refer in plan.refers if refer.worker == worker), tuple(rounds))
 
 
-def _grouped(transfers: Sequence[Transfer], direct_bytes: int) -> list[Sequence[Transfer]]:
+def _grouped(transfers: Sequence[Transfer]) -> list[Sequence[Transfer]]:
     """The small ones together first, so that they are unpacked while the large ones are still on their way."""
-    small = [transfer for transfer in transfers if transfer.num_bytes < direct_bytes]
-    large = [(transfer,) for transfer in transfers if transfer.num_bytes >= direct_bytes]
+    small = [transfer for transfer in transfers if transfer.num_bytes < DIRECT_BYTES]
+    large = [(transfer,) for transfer in transfers if transfer.num_bytes >= DIRECT_BYTES]
     return [small, *large] if small else [*large]
 
 
-def _message(peer: int, tag: int, transfers: Sequence[Transfer]) -> Message:
+def _message(peer: int, tag: int, transfers: Sequence[Transfer], shared: bool) -> Message:
     starts, end = [], 0
     for transfer in transfers:
         start = aligned(end)
         starts.append(start)
         end = start + transfer.num_bytes
-    return Message(peer, tag, tuple(transfers), tuple(starts), end)
+    return Message(peer, tag, tuple(transfers), tuple(starts), end, shared)
 
 
 def aligned(num_bytes: int) -> int:

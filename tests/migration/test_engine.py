@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.shared import SharedMemory
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import Manifest, Shard
@@ -50,11 +51,14 @@ def tp_layouts(old_tp: int, new_tp: int, workers: int) -> tuple[list[Manifest], 
 
 
 def migrate(
-    rank: int, size: int, store: dist.Store, plan: MigrationPlan, old: list[Manifest], new: list[Manifest]
+    rank: int, size: int, store: dist.Store, plan: MigrationPlan, old: list[Manifest], new: list[Manifest], memory: str
 ) -> Any:
     sources = {shard: slice_of(shard) for shard in old[rank]}
     targets = {shard: torch.full_like(slice_of(shard), 1) for shard in new[rank]}
-    migration = Migration(plan, rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20)
+    shared = SharedMemory(plan, rank) if memory == "shared" or (memory == "mixed" and rank % 2) else None
+    if shared is not None:
+        targets |= shared.tensors
+    migration = Migration(plan, rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20, memory=shared)
     migration.prepare()
     report = migration.run()
     wrong = [shard.tensor.name for shard, tensor in targets.items() if not same_bits(tensor, slice_of(shard))]
@@ -62,17 +66,27 @@ def migrate(
     return wrong, changed, report
 
 
-@pytest.mark.parametrize(("old_tp", "new_tp"), [(2, 4), (4, 2), (3, 4), (4, 3), (1, 4)])
-@pytest.mark.parametrize("per_round", [7, 1 << 30])
-def test_every_dtype_and_split_arrives_bit_for_bit_and_sources_stay(old_tp: int, new_tp: int, per_round: int) -> None:
-    old, new = tp_layouts(old_tp, new_tp, 4)
-    plan = naive_plan(old, new, per_round)
-    reports = []
-    for wrong, changed, report in values(run_workers(migrate, 4, plan, old, new)):
-        assert wrong == []
-        assert changed == []
-        reports.append(report)
-    assert sum(r.sent_bytes for r in reports) == sum(r.received_bytes for r in reports) == plan.moved_bytes
+SPLITS = ((2, 4), (4, 2), (3, 4), (4, 3), (1, 4))
+
+
+def migrate_every_split(rank: int, size: int, store: dist.Store, per_round: int, memory: str) -> Any:
+    return [
+        migrate(rank, size, dist.PrefixStore(str(split), store), naive_plan(*tp_layouts(*split, 4), per_round),
+                *tp_layouts(*split, 4), memory)
+        for split in SPLITS
+    ]
+
+
+@pytest.mark.parametrize(("per_round", "memory"), [(7, "own"), (1 << 30, "own"), (7, "shared"), (7, "mixed")])
+def test_every_dtype_and_split_arrives_bit_for_bit_and_sources_stay(per_round: int, memory: str) -> None:
+    by_worker = values(run_workers(migrate_every_split, 4, per_round, memory))
+    for split, outcomes in zip(SPLITS, zip(*by_worker, strict=True), strict=True):
+        for wrong, changed, _ in outcomes:
+            assert wrong == []
+            assert changed == []
+        moved = naive_plan(*tp_layouts(*split, 4), per_round).moved_bytes
+        reports = [report for _, _, report in outcomes]
+        assert sum(r.sent_bytes for r in reports) == sum(r.received_bytes for r in reports) == moved
 
 
 def two_halves() -> tuple[list[Manifest], list[Manifest]]:
