@@ -114,3 +114,20 @@ class JobKeys:
     @property
     def status(self) -> str:
         return self.root + "status"
+
+    # Of a plain torchrun with --rdzv-backend=etcd-v3; see roster.py.
+
+    @property
+    def torchrun_prefix(self) -> str:
+        return self.root + "torchrun/"
+
+    @property
+    def torchrun_roster(self) -> str:
+        return self.torchrun_prefix + "roster"
+
+    @property
+    def torchrun_nodes_prefix(self) -> str:
+        return self.torchrun_prefix + "nodes/"
+
+    def torchrun_node(self, node: str) -> str:
+        return self.torchrun_nodes_prefix + _check_name("node name", node)

@@ -31,6 +31,10 @@ class Snapshot(Mapping[str, KeyValue]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def is_older_than(self, other: Snapshot) -> bool:
+        """Whether `other` shows something later (or etcd anew): the predicate to wait for any change."""
+        return other.revision != self.revision
+
     def under(self, prefix: str) -> dict[str, KeyValue]:
         """What follows `prefix` in the key -> value, for every key below it, in key order."""
         return {
