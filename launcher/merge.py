@@ -131,7 +131,7 @@ def _fill_command(args: argparse.Namespace, given: Given) -> None:
         raise EtcError(f"{given.file}: command: missing; give one there, or a training script on the command line")
     program, *args.training_script_args = job.command
     if job.run_as == "script" or (job.run_as == "program" and "/" in program):
-        program = str(given.folder / program)
+        program = os.path.normpath(given.folder / program)
         if not os.path.exists(program):
             raise EtcError(f"{given.file}: command: {program} does not exist (paths start at the job file's folder)")
     args.training_script = program
