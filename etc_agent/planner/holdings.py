@@ -56,12 +56,18 @@ class Holdings:
         """
         return self.needed_bytes()[:, None] - self.common_bytes().toarray().astype(np.int64)
 
+    def current_classes(self) -> tuple[NDArray[np.intp], csr_matrix]:
+        """(rank -> class, one row per class): ranks that need the same are of one class."""
+        return _classes(self.current)
+
+    def previous_classes(self) -> tuple[NDArray[np.intp], csr_matrix]:
+        """(worker -> class, one row per class): workers that hold the same are of one class."""
+        return _classes(self.previous)
+
     def union(self, group_of: NDArray[np.intp], num_groups: int) -> csr_matrix:
-        """What groups of workers hold together, sparse 0/1 (groups, atoms). `group_of`: (workers,), -1 for none."""
-        members = np.flatnonzero(group_of >= 0)
-        select = csr_matrix(
-            (np.ones(len(members), np.int64), (group_of[members], members)), (num_groups, self.num_workers)
-        )
+        """What groups of workers hold together, sparse 0/1 (groups, atoms). `group_of`: (workers,)."""
+        workers = np.arange(self.num_workers)
+        select = csr_matrix((np.ones(len(workers), np.int64), (group_of, workers)), (num_groups, self.num_workers))
         held = (select @ self.previous).tocsr()
         held.data[:] = 1
         return held
@@ -142,3 +148,14 @@ def _rows(owners: Sequence[Sequence[int]], num_rows: int) -> csr_matrix:
     rows = np.array([row for holders in owners for row in holders], dtype=np.int64)
     columns = np.repeat(np.arange(len(owners)), [len(holders) for holders in owners])
     return csr_matrix((np.ones(len(rows), np.int64), (rows, columns)), (num_rows, len(owners)))
+
+
+def _classes(rows: csr_matrix) -> tuple[NDArray[np.intp], csr_matrix]:
+    """Equal rows get one class, numbered by first appearance. Compares 64-bit sums of a fixed random word per atom."""
+    words = np.random.default_rng(0x5EED).integers(-(1 << 62), 1 << 62, rows.shape[1], dtype=np.int64)
+    sums = rows @ words
+    _, first, inverse = np.unique(sums, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return number[inverse], rows[np.sort(first)]

@@ -1,31 +1,39 @@
 """Where virtual ranks go: the migration sketch and the placement in one decision.
 
 Constraints first: excluded nodes are sources only, pinned ranks stay, every tp group is inside a node where one fits.
-With ``pack`` the fewest nodes are occupied. Then tp groups are assigned to nodes so that least is moved between nodes
-(Hungarian method), and ranks to slots inside each node so that least is moved at all (again). What remains equal is
-decided in favour of ranks that do not change place, and of the order of the nodes.
+With ``pack`` the fewest nodes are occupied. Then comes the time of the busiest port, then the bytes between nodes, all
+bytes, and the ranks that change place.
+
+The Hungarian method gives the placement of least bytes (tp groups to nodes, then ranks inside each node). It is taken
+where its bottleneck is provably the best; else small problems are solved exactly (`etc_agent.planner.exact`) and larger
+ones improved by exchanging groups of the busiest node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from etc_agent.parallel.topology import Placement, Slot, Topology
 from etc_agent.planner.errors import PlanError
+from etc_agent.planner.exact import MAX_VARIABLES, SmallProblem
 from etc_agent.planner.holdings import Holdings, holdings_of
+from etc_agent.planner.loads import Fabric
+from etc_agent.planner.spots import Keep, Spots
 from etc_agent.state.layout import Layout
 
-_LOCAL = 1 / 64
-"""Weight of a byte moved inside a node against one moved between nodes."""
-_MAX_SUBSETS = 64
-"""Node subsets that are all tried when packing; beyond that, nodes are given up one by one."""
+Least = Literal["time", "bytes"]
+"""What a placement minimises first: the time of the busiest port, or all bytes moved."""
+
+_GOOD_ENOUGH = 1.0 + 1e-9
+_MAX_TRIES = 80
+"""Exchanges tried for a problem too large to be solved exactly."""
+_MAX_IMPROVED = 256
+"""Ranks up to which exchanges are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +42,16 @@ class Sketch:
 
     `placement`: virtual rank -> slot. `pairs`: the migration sketch, (current rank, previous worker) for every rank
     placed on a slot that had a worker. `moved_bytes`: received by all workers. `between_nodes_bytes`: the part of it
-    that no worker of the receiver's node holds.
+    that no worker of the receiver's node holds. `bottleneck_s`: time of the busiest port (`etc_agent.planner.loads`).
+    `changed_ranks`: ranks on another slot than the previous rank of this number.
     """
 
     placement: Placement
     pairs: tuple[tuple[int, int], ...]
     moved_bytes: int
     between_nodes_bytes: int
+    bottleneck_s: float = 0.0
+    changed_ranks: int = 0
 
     @property
     def num_nodes(self) -> int:
@@ -59,6 +70,7 @@ def place(
     pinned: Mapping[int, Slot] | None = None,
     excluded: Collection[str] = (),
     pack: bool = False,
+    least: Least = "time",
 ) -> Sketch:
     """Place the ranks of `current` on `slots`.
 
@@ -70,212 +82,220 @@ def place(
     Raises:
         PlanError: too few slots, a pin that cannot be met, or layouts that contradict each other.
     """
-    free = tuple(slot for slot in slots if slot.node not in excluded)
-    problem = _Problem(len(current), free, topology, group_size, dict(pinned or {}))
     if previous is None or previous_placement is None:
-        placement = problem.in_order()
-        return Sketch(placement, (), sum(shard.num_bytes for manifest in current for shard in manifest), 0)
-    if len(previous) != len(previous_placement):
-        raise PlanError(f"{len(previous)} previous manifests, but {len(previous_placement)} slots they are on")
-    return _sketch(holdings_of(previous, current), previous_placement, problem, pack=pack)
-
-
-def _sketch(holdings: Holdings, previous_placement: Placement, problem: _Problem, *, pack: bool) -> Sketch:
-    worker_on = {slot: worker for worker, slot in enumerate(previous_placement)}
-    node_names = list(dict.fromkeys([*problem.node_names, *(slot.node for slot in previous_placement)]))
-    node_index = {name: index for index, name in enumerate(node_names)}
-    node_of_worker = np.array([node_index[slot.node] for slot in previous_placement], dtype=np.intp)
-    common = holdings.common_bytes().toarray()
-    union = holdings.union(node_of_worker, len(node_names))
-    on_node = (holdings.current.multiply(holdings.atom_bytes) @ union.T).toarray()
-
-    columns = [worker_on.get(slot, -1) for slot in problem.slots]
-    own = np.where(np.array(columns) >= 0, common[:, columns], 0) if common.shape[1] else np.zeros((len(common), 1))
-    stays = np.array(
-        [[rank < len(previous_placement) and previous_placement[rank] == slot for slot in problem.slots]
-         for rank in range(problem.num_ranks)]
-    )
-    unit = max(1, int(np.gcd.reduce(holdings.atom_bytes))) if len(holdings.atom_bytes) else 1
-    gain = own / unit + stays * (0.5 / (problem.num_ranks + 1))
-    node_gain = on_node[:, : len(problem.node_names)] / unit
-    chosen = problem.assign(node_gain, gain, pack=pack)
-
-    needed = holdings.needed_bytes()
-    kept = sum(int(own[rank, slot]) for rank, slot in enumerate(chosen))
-    inside = sum(int(on_node[rank, problem.node_of_slot[slot]]) for rank, slot in enumerate(chosen))
-    return Sketch(
-        tuple(problem.slots[slot] for slot in chosen),
-        tuple((rank, columns[slot]) for rank, slot in enumerate(chosen) if columns[slot] >= 0),
-        int(needed.sum()) - kept,
-        int(needed.sum()) - inside,
+        free = [slot for slot in slots if slot.node not in excluded]
+        spots = Spots(len(current), free, topology, group_size, pinned or {})
+        total = sum(shard.num_bytes for manifest in current for shard in manifest)
+        return Sketch(spots.placement(spots.in_order()), (), total, 0)
+    return place_holdings(
+        holdings_of(previous, current), slots, previous_placement, topology,
+        group_size=group_size, pinned=pinned, excluded=excluded, pack=pack, least=least,
     )
 
 
-class _Problem:
-    """The slots that may be used, by node, and what must hold wherever the ranks go."""
+def place_holdings(
+    holdings: Holdings,
+    slots: Sequence[Slot],
+    previous_placement: Placement,
+    topology: Topology,
+    *,
+    group_size: int = 1,
+    pinned: Mapping[int, Slot] | None = None,
+    excluded: Collection[str] = (),
+    pack: bool = False,
+    least: Least = "time",
+) -> Sketch:
+    """The same from atoms, for jobs whose manifests would be too many to list. See `place`."""
+    if holdings.num_workers != len(previous_placement):
+        raise PlanError(f"{holdings.num_workers} previous manifests, but {len(previous_placement)} slots they are on")
+    free = [slot for slot in slots if slot.node not in excluded]
+    spots = Spots(holdings.num_ranks, free, topology, group_size, pinned or {})
+    search = _Search(holdings, spots, previous_placement, topology)
+    nodes = spots.fewest_nodes(search.keep) if pack else tuple(range(len(spots.node_names)))
+    return search.sketch(search.best(nodes, least))
 
-    def __init__(
-        self, num_ranks: int, slots: Sequence[Slot], topology: Topology, group_size: int, pinned: dict[int, Slot]
-    ) -> None:
-        order = {node.name: index for index, node in enumerate(topology.nodes)}
-        unknown = sorted({slot.node for slot in slots} - order.keys())
-        if unknown:
-            raise PlanError(f"slots on {', '.join(unknown)}, but the topology has {', '.join(order) or 'no nodes'}")
-        if num_ranks % group_size:
-            raise PlanError(f"{num_ranks} ranks are not whole tp groups of {group_size}")
-        self.num_ranks = num_ranks
-        self.group_size = group_size
-        self.slots = sorted(set(slots), key=lambda slot: (order[slot.node], slot.index))
-        self.node_names = list(dict.fromkeys(slot.node for slot in self.slots))
-        by_name = {name: index for index, name in enumerate(self.node_names)}
-        self.node_of_slot = np.array([by_name[slot.node] for slot in self.slots], dtype=np.intp)
-        self.capacity = np.bincount(self.node_of_slot, minlength=len(self.node_names))
-        if len(self.slots) < num_ranks:
-            have = ", ".join(f"{name}: {count}" for name, count in zip(self.node_names, self.capacity, strict=True))
-            raise PlanError(f"{num_ranks} ranks need as many slots; {len(self.slots)} are available ({have or 'none'})")
-        index_of = {slot: index for index, slot in enumerate(self.slots)}
-        self.pinned: dict[int, int] = {}
-        for rank, slot in sorted(pinned.items()):
-            if not 0 <= rank < num_ranks or slot not in index_of:
-                raise PlanError(f"rank {rank} cannot be pinned to {slot}: no such rank or no such available slot")
-            self.pinned[rank] = index_of[slot]
-        if len(set(self.pinned.values())) != len(self.pinned):
-            raise PlanError("two ranks are pinned to one slot")
 
-    @property
-    def num_groups(self) -> int:
-        return self.num_ranks // self.group_size
+class _Search:
+    """One placement problem with everything computed once that no candidate changes."""
 
-    def in_order(self) -> Placement:
-        """Nothing to keep: ranks to slots in the order of the nodes, as far as groups and pins allow."""
-        nodes = -np.arange(len(self.node_names), dtype=np.float64) * np.ones((self.num_ranks, 1))
-        spread = len(self.slots) + 1.0
-        order = -np.abs(np.arange(self.num_ranks)[:, None] - np.arange(len(self.slots))[None, :]) / spread**2
-        return tuple(self.slots[slot] for slot in self.assign(nodes, order, pack=False))
+    def __init__(self, holdings: Holdings, spots: Spots, previous: Placement, topology: Topology) -> None:
+        self.holdings, self.spots, self.previous = holdings, spots, previous
+        self.fabric = Fabric.build(holdings, previous, spots.slots, topology)
+        self.unit = float(np.gcd.reduce(holdings.atom_bytes)) if len(holdings.atom_bytes) else 1.0
+        self.worker_on = {slot: worker for worker, slot in enumerate(previous)}
+        self.worker_of_slot = np.array([self.worker_on.get(slot, -1) for slot in spots.slots], dtype=np.intp)
+        classes, rows = holdings.current_classes()
+        weighted = rows.multiply(holdings.atom_bytes).tocsr()
+        on_node = (weighted @ self.fabric.held.T).toarray()[:, : len(spots.node_names)]
+        class_of_worker, held = holdings.previous_classes()
+        common = np.hstack([(weighted @ held.T).toarray(), np.zeros((rows.shape[0], 1), np.int64)])
+        class_of_slot = np.where(self.worker_of_slot >= 0, class_of_worker[self.worker_of_slot], held.shape[0])
+        self.needed = np.asarray(rows @ holdings.atom_bytes, dtype=np.float64) / self.unit
+        home = np.full(spots.num_ranks, -1, dtype=np.intp)
+        for rank, slot in enumerate(previous[: spots.num_ranks]):
+            home[rank] = spots.index_of.get(slot, -1)
+        self.keep = Keep(classes, on_node / self.unit, common[:, class_of_slot] / self.unit, home)
 
-    def assign(self, node_gain: NDArray[np.float64], gain: NDArray[np.float64], *, pack: bool) -> list[int]:
-        """Rank -> slot index. `node_gain`: (ranks, nodes), `gain`: (ranks, slots): what need not be moved."""
-        nodes = self._pack(node_gain, gain) if pack else tuple(range(len(self.node_names)))
-        return self._assign_on(nodes, node_gain, gain)[1]
-
-    # ---- fewest nodes -------------------------------------------------------------------------------------------
-
-    def _suffices(self, nodes: Sequence[int]) -> bool:
-        """Whether all ranks fit on `nodes`, with no tp group torn that the whole cluster could keep whole."""
-        whole = self.capacity // self.group_size
-        wanted = min(self.num_groups, int(whole.sum()))
-        chosen = list(nodes)
-        return (
-            int(self.capacity[chosen].sum()) >= self.num_ranks
-            and int(whole[chosen].sum()) >= wanted
-            and all(self.node_of_slot[slot] in nodes for slot in self.pinned.values())
+    def sketch(self, chosen: NDArray[np.intp]) -> Sketch:
+        keep, spots, unit = self.keep, self.spots, self.unit
+        classes = keep.class_of_rank
+        total = self.needed[classes].sum()
+        kept = keep.on_slot[classes, chosen].sum()
+        inside = keep.on_node[classes, spots.node_of_slot[chosen]].sum()
+        workers = self.worker_of_slot[chosen]
+        placement = spots.placement(chosen)
+        return Sketch(
+            placement,
+            tuple((rank, int(worker)) for rank, worker in enumerate(workers) if worker >= 0),
+            round((total - kept) * unit),
+            round((total - inside) * unit),
+            self.fabric.loads(placement).seconds,
+            int((keep.home != chosen).sum()),
         )
 
-    def _pack(self, node_gain: NDArray[np.float64], gain: NDArray[np.float64]) -> tuple[int, ...]:
-        """The fewest nodes that suffice, and among those the ones that keep most."""
-        every = tuple(range(len(self.node_names)))
-        fewest = next((k for k in range(1, len(every) + 1) if self._any_suffices(k)), len(every))
-        if comb(len(every), fewest) <= _MAX_SUBSETS:
-            options = [nodes for nodes in combinations(every, fewest) if self._suffices(nodes)]
-            return max(options, key=lambda nodes: self._assign_on(nodes, node_gain, gain)[0], default=every)
-        worth = node_gain.reshape(self.num_groups, self.group_size, -1).sum(axis=1)
-        value = np.sort(worth, axis=0)[::-1]
-        keep = {node: float(value[: max(1, self.capacity[node] // self.group_size), node].sum()) for node in every}
-        nodes = every
-        for node in sorted(every, key=lambda node: (keep[node], -node)):
-            rest = tuple(other for other in nodes if other != node)
-            if len(nodes) > fewest and self._suffices(rest):
-                nodes = rest
-        return nodes
+    def best(self, nodes: Sequence[int], least: Least) -> NDArray[np.intp]:
+        """The best assignment on `nodes`."""
+        chosen = self.spots.assign(self.keep, nodes)
+        if least == "bytes" and (len(nodes) == 1 or self.spots.group_size == 1):
+            flat = Keep(
+                self.keep.class_of_rank, np.zeros_like(self.keep.on_node), self.keep.on_slot, self.keep.home
+            )
+            if self.spots.group_size == 1 and self.spots.num_ranks * len(self.spots.slots) <= 1 << 20:
+                return self._all_to_all(flat, nodes)
+        seconds = self._seconds(chosen)
+        if least == "time" and seconds <= self._bound(nodes) * _GOOD_ENOUGH:
+            return chosen
+        small = self._small(chosen, nodes)
+        if small is not None:
+            candidates, problem = small
+            answer = problem.solve(least=least)
+            if answer is not None:
+                return min((chosen, candidates[answer]), key=lambda option: self._order(option, least))
+        if least == "time" and self.spots.num_ranks <= _MAX_IMPROVED:
+            return self._exchange(chosen, nodes)
+        return chosen
 
-    def _any_suffices(self, count: int) -> bool:
-        must = {int(self.node_of_slot[slot]) for slot in self.pinned.values()}
-        if len(must) > count:
-            return False
-        others = [node for node in np.argsort(-self.capacity, kind="stable") if node not in must]
-        return self._suffices([*must, *(int(node) for node in others[: count - len(must)])])
+    def _order(self, chosen: NDArray[np.intp], least: Least) -> tuple[float, ...]:
+        """Smaller is better; times within a millionth are equal."""
+        classes, spots = self.keep.class_of_rank, self.spots
+        total = self.needed[classes].sum()
+        everything = total - self.keep.on_slot[classes, chosen].sum()
+        between = total - self.keep.on_node[classes, spots.node_of_slot[chosen]].sum()
+        changed = float((self.keep.home != chosen).sum())
+        seconds = float(f"{self._seconds(chosen):.6e}")
+        if least == "bytes":
+            return (everything, seconds, between, changed)
+        return (seconds, between, everything, changed)
 
-    # ---- groups to nodes, ranks to slots ------------------------------------------------------------------------
+    def _seconds(self, chosen: NDArray[np.intp]) -> float:
+        return self.fabric.loads(self.spots.placement(chosen)).seconds
 
-    def _assign_on(
-        self, nodes: Sequence[int], node_gain: NDArray[np.float64], gain: NDArray[np.float64]
-    ) -> tuple[float, list[int]]:
-        """(what is kept, rank -> slot index), using `nodes` only."""
-        size = self.group_size
-        node_of_group = self._groups_to_nodes(nodes, node_gain, gain)
-        chosen = [-1] * self.num_ranks
-        taken: set[int] = set()
+    def _all_to_all(self, keep: Keep, nodes: Sequence[int]) -> NDArray[np.intp]:
+        """Ranks to slots of all nodes at once, for the least bytes where no group restrains them."""
+        chosen = np.full(self.spots.num_ranks, -1, dtype=np.intp)
+        where = np.flatnonzero(np.isin(self.spots.node_of_slot, list(nodes)))
+        self.spots._ranks_to_slots(np.arange(self.spots.num_ranks), where, keep, chosen)
+        return chosen
+
+    def _bound(self, nodes: Sequence[int]) -> float:
+        """A time that no placement on `nodes` can beat: everything that must cross, through all who can send it."""
+        crossing = (self.needed[:, None] - self.keep.on_node[:, list(nodes)]).min(axis=1)
+        total = crossing[self.keep.class_of_rank].sum() * self.unit
+        senders = np.unique(self.fabric.holder_ports.indices)
+        speed = self.fabric.ports.bytes_per_s[senders].sum()
+        return float(total / speed) if total else 0.0
+
+    # ---- small problems -------------------------------------------------------------------------------------------
+
+    def _small(
+        self, chosen: NDArray[np.intp], nodes: Sequence[int]
+    ) -> tuple[NDArray[np.intp], SmallProblem] | None:
+        """(the slots that matter, the problem on them), or None where that is too large."""
+        spots, keep, fabric = self.spots, self.keep, self.fabric
+        used = set(spots.node_of_slot[chosen])
+        warm = {int(spots.node_of_slot[at]) for at in np.flatnonzero(self.worker_of_slot >= 0)}
+        wanted = [node for node in nodes if node in used or node in warm]
         for node in nodes:
-            ranks = [g * size + k for g, at in node_of_group.items() if at == node for k in range(size)]
-            spots = [int(spot) for spot in np.flatnonzero(self.node_of_slot == node)]
-            self._ranks_to_slots(ranks, spots, gain, chosen)
-            taken.update(chosen[rank] for rank in ranks)
-        torn = [rank for rank in range(self.num_ranks) if chosen[rank] < 0]
-        if torn:
-            spots = [s for node in nodes for s in map(int, np.flatnonzero(self.node_of_slot == node)) if s not in taken]
-            self._ranks_to_slots(torn, spots, gain, chosen)
-        ranks_index = np.arange(self.num_ranks)
-        slots_index = np.array(chosen)
-        kept = node_gain[ranks_index, self.node_of_slot[slots_index]].sum()
-        return float(kept + _LOCAL * gain[ranks_index, slots_index].sum()), chosen
+            size = spots.num_ranks * int(spots.capacity[[*wanted, node]].sum())
+            if node not in wanted and size <= MAX_VARIABLES:
+                wanted.append(node)
+        if spots.num_ranks * int(spots.capacity[wanted].sum()) > MAX_VARIABLES:
+            return None
+        slots = np.flatnonzero(np.isin(spots.node_of_slot, wanted))
+        classes, size = keep.class_of_rank, spots.group_size
+        whole = [
+            tuple(range(group * size, group * size + size))
+            for group in range(spots.num_groups)
+            if size > 1 and len(set(spots.node_of_slot[chosen[group * size : group * size + size]])) == 1
+        ]
+        allowed = np.ones((spots.num_ranks, len(slots)), dtype=bool)
+        for rank, pin in spots.pinned.items():
+            allowed[:, slots == pin] = False
+            allowed[rank] = slots == pin
+        ports = fabric.holder_ports
+        keys = [ports.indices[ports.indptr[a] : ports.indptr[a + 1]].tobytes() for a in range(ports.shape[0])]
+        sets = sorted(set(keys))
+        number = {key: index for index, key in enumerate(sets)}
+        set_of_atom = np.array([number[key] for key in keys], dtype=np.intp)
+        sources = np.zeros((len(sets), len(fabric.ports.names)))
+        for key, index in number.items():
+            sources[index, np.frombuffer(key, dtype=ports.indices.dtype)] = 1
+        by_set = np.zeros((len(keys), len(sets)))
+        by_set[np.arange(len(keys)), set_of_atom] = self.holdings.atom_bytes / self.unit
+        need = self.holdings.current.toarray().astype(float)
+        held = fabric.held.toarray().astype(float)[: len(spots.node_names)]
+        missing = np.einsum("ra,na,aq->rnq", need, 1 - held, by_set, optimize=True)
+        needed = self.needed[classes][:, None]
+        port_of_slot = np.array([fabric.ports.of[spots.slots[slot]] for slot in slots], dtype=np.intp)
+        moved = (keep.home[:, None] != slots[None, :]) + 1e-3 * np.arange(len(slots))[None, :]
+        problem = SmallProblem(
+            allowed, spots.node_of_slot[slots], port_of_slot, fabric.ports.bytes_per_s, missing, sources, tuple(whole),
+            needed - keep.on_node[classes][:, spots.node_of_slot[slots]],
+            needed - keep.on_slot[classes][:, slots],
+            moved,
+        )
+        return slots, problem
 
-    def _groups_to_nodes(
-        self, nodes: Sequence[int], node_gain: NDArray[np.float64], gain: NDArray[np.float64]
-    ) -> dict[int, int]:
-        """Group -> node, for the groups that stay whole."""
-        size = self.group_size
-        places = [node for node in nodes for _ in range(int(self.capacity[node]) // size)]
-        if not places:
-            return {}
-        best_slot = np.stack([gain[:, self.node_of_slot == node].max(axis=1) for node in nodes], axis=1)
-        value = (node_gain[:, list(nodes)] + _LOCAL * best_slot).reshape(self.num_groups, size, -1).sum(axis=1)
-        forbidden = -(np.abs(value).sum() + 1.0)
-        value = value.copy()
-        column = {node: index for index, node in enumerate(nodes)}
-        reserved: dict[int, set[int]] = {}
-        for rank, slot in self.pinned.items():
-            reserved.setdefault(rank // size, set()).add(int(self.node_of_slot[slot]))
-        for group, homes in reserved.items():
-            for node in nodes:
-                if homes != {node}:
-                    value[group, column[node]] = forbidden
-        rows, columns = linear_sum_assignment(value[:, [column[node] for node in places]], maximize=True)
-        homes_of = {
-            int(group): places[at]
-            for group, at in zip(rows, columns, strict=True)
-            if value[group, column[places[at]]] > forbidden
-        }
-        self._make_room_for_pins(homes_of)
-        return homes_of
+    # ---- larger ones ----------------------------------------------------------------------------------------------
 
-    def _make_room_for_pins(self, node_of_group: dict[int, int]) -> None:
-        """Tear groups, the last first, from nodes whose slots are pinned to ranks of groups that live elsewhere."""
-        for node in set(node_of_group.values()):
-            here = sorted(group for group, home in node_of_group.items() if home == node)
-            while here:
-                guests = sum(
-                    self.node_of_slot[slot] == node and rank // self.group_size not in here
-                    for rank, slot in self.pinned.items()
-                )
-                if len(here) * self.group_size + guests <= self.capacity[node]:
+    def _exchange(self, chosen: NDArray[np.intp], nodes: Sequence[int]) -> NDArray[np.intp]:
+        """Exchange groups between the busiest node and others while that helps."""
+        best, order, tries = chosen, self._order(chosen, "time"), 0
+        improved = True
+        while improved:
+            improved = False
+            for option in self._neighbours(best, nodes):
+                tries += 1
+                if tries > _MAX_TRIES:
+                    return best
+                value = self._order(option, "time")
+                if value < order:
+                    best, order, improved = option, value, True
                     break
-                pinned_groups = {rank // self.group_size for rank in self.pinned}
-                torn = max(here, key=lambda group: (group not in pinned_groups, group))
-                here.remove(torn)
-                del node_of_group[torn]
+        return best
 
-    def _ranks_to_slots(
-        self, ranks: Sequence[int], spots: Sequence[int], gain: NDArray[np.float64], chosen: list[int]
-    ) -> None:
-        """Ranks to the slots of `spots` that keep most; pinned ones to their own, which no other gets."""
-        for rank in ranks:
-            if rank in self.pinned:
-                chosen[rank] = self.pinned[rank]
-        reserved = set(self.pinned.values())
-        open_ranks = [rank for rank in ranks if rank not in self.pinned]
-        open_spots = [spot for spot in spots if spot not in reserved]
-        if not open_ranks:
-            return
-        rows, columns = linear_sum_assignment(gain[np.ix_(open_ranks, open_spots)], maximize=True)
-        for row, column in zip(rows, columns, strict=True):
-            chosen[open_ranks[row]] = open_spots[column]
+    def _neighbours(self, chosen: NDArray[np.intp], nodes: Sequence[int]) -> Iterator[NDArray[np.intp]]:
+        """Swaps of one group on the busiest port with one elsewhere, and moves of it to free slots of other nodes."""
+        spots = self.spots
+        loads = self.fabric.loads(spots.placement(chosen))
+        busiest = int(np.argmax(np.maximum(loads.sent, loads.received) / loads.ports.bytes_per_s))
+        groups = chosen.reshape(spots.num_groups, spots.group_size)
+        ports = np.array([self.fabric.ports.of[slot] for slot in spots.slots], dtype=np.intp)
+        pinned = {rank // spots.group_size for rank in spots.pinned}
+        free = np.setdiff1d(np.arange(len(spots.slots)), chosen)
+        moving = [g for g in range(spots.num_groups) if g not in pinned and busiest in ports[groups[g]]]
+        if not moving:
+            moving = [g for g in range(spots.num_groups) if g not in pinned]
+        for group in moving:
+            home = spots.node_of_slot[groups[group, 0]]
+            for node in nodes:
+                room = free[spots.node_of_slot[free] == node]
+                if node != home and len(room) >= spots.group_size:
+                    option = groups.copy()
+                    option[group] = room[: spots.group_size]
+                    yield option.reshape(-1)
+            for other in range(spots.num_groups):
+                if other not in pinned and ports[groups[other, 0]] != ports[groups[group, 0]]:
+                    option = groups.copy()
+                    option[[group, other]] = option[[other, group]]
+                    yield option.reshape(-1)

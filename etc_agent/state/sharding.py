@@ -18,6 +18,9 @@ from etc_agent.state.model import ModelDescription, StateKind, TensorSpec
 _BUCKET_MULTIPLE = 128
 """ZeRO-1 buffers are padded to a multiple of this and of the number of replicas, as Megatron does."""
 
+_LAYERS = 2
+"""The section of the repeated layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -86,15 +89,23 @@ class Sharding:
 
     def units(self) -> Iterator[Unit]:
         """Every logical parameter, in the order of the model."""
+        for number, (specs, repeats) in enumerate(self.sections()):
+            for index, stages in enumerate(repeats):
+                prefix = f"layers.{index}." if number == _LAYERS else ""
+                for spec in specs:
+                    yield Unit(prefix + spec.name, spec, stages)
+
+    def sections(self) -> list[tuple[list[TensorSpec], list[tuple[int, ...]]]]:
+        """The same, repeated parts together: (specs, the stages of each repetition)."""
         last = self.config.pp - 1
-        for spec in self._embedding:
-            tied = self.model.tied and spec.name == "embedding.word" and last > 0
-            yield Unit(spec.name, spec, (0, last) if tied else (0,))
-        for layer, stage in enumerate(self.stages):
-            for spec in self._layer_specs:
-                yield Unit(f"layers.{layer}.{spec.name}", spec, (stage,))
-        for spec in self._head:
-            yield Unit(spec.name, spec, (last,))
+        tied = self.model.tied and last > 0
+        word, *others = self._embedding
+        return [
+            ([word], [(0, last) if tied else (0,)]),
+            (others, [(0,)]),
+            (self._layer_specs, [(stage,) for stage in self.stages]),
+            (self._head, [(last,)]),
+        ]
 
     def logical(self, unit: Unit, kind: StateKind) -> LogicalTensor:
         return LogicalTensor(f"{kind.name}.{unit.name}", unit.spec.shape, kind.dtype, kind.itemsize)

@@ -1,0 +1,161 @@
+"""What a placement asks of the network: bytes in and out of every port, and the time of the busiest one.
+
+A *port* is what bytes between nodes pass through: all NICs of a node together where its slots share them, else one NIC.
+Bytes between slots of one node pass no port. Ports are full duplex. Where several workers hold what is needed, the
+sending is spread over their ports so that the busiest is as free as can be (water filling: for divisible loads and
+concave capacities, the least sum of squares is also the least maximum).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+
+from etc_agent.parallel.topology import Node, Slot, Topology
+from etc_agent.planner.holdings import Holdings
+
+_MAX_SPREAD = 200_000
+"""Entries (needed part, possible port) up to which sending is balanced exactly; beyond, it is spread evenly."""
+_SWEEPS = 60
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ports:
+    """`names`: for people. `bytes_per_s`: (ports,). `of`: slot -> port."""
+
+    names: tuple[str, ...]
+    bytes_per_s: NDArray[np.float64]
+    of: dict[Slot, int]
+
+
+def ports_of(topology: Topology, slots: Sequence[Slot]) -> Ports:
+    """The ports of all nodes that have one of `slots`; nodes unknown to the topology get the defaults of `Node`."""
+    known = {node.name: node for node in topology.nodes}
+    names: list[str] = []
+    speed: list[float] = []
+    index: dict[str, int] = {}
+    of: dict[Slot, int] = {}
+    for slot in slots:
+        node = known.get(slot.node) or Node(slot.node, slot.index + 1)
+        nic = slot.index % node.num_nics
+        name = node.name if node.shared_nics else f"{node.name}:nic{nic}"
+        if name not in index:
+            index[name] = len(names)
+            names.append(name)
+            speed.append(node.nic_bytes_per_s * (node.num_nics if node.shared_nics else 1))
+        of[slot] = index[name]
+    return Ports(tuple(names), np.array(speed, dtype=np.float64), of)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loads:
+    """Bytes between nodes by port: `sent` and `received`, (ports,)."""
+
+    ports: Ports
+    sent: NDArray[np.float64]
+    received: NDArray[np.float64]
+
+    @property
+    def seconds(self) -> float:
+        """The time of the busiest port, were it never idle."""
+        if not len(self.sent):
+            return 0.0
+        return float((np.maximum(self.sent, self.received) / self.ports.bytes_per_s).max())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fabric:
+    """Where the previous workers are: everything about the sending side that no placement changes.
+
+    `node_of_worker`, `port_of_worker`: (workers,). `held`: what each node holds, sparse 0/1 (nodes, atoms).
+    `holder_ports`: the ports that an atom can leave through, sparse 0/1 (atoms, ports).
+    """
+
+    holdings: Holdings
+    ports: Ports
+    node_names: tuple[str, ...]
+    node_of_worker: NDArray[np.intp]
+    held: csr_matrix
+    holder_ports: csr_matrix
+
+    @classmethod
+    def build(
+        cls, holdings: Holdings, previous_slots: Sequence[Slot], slots: Sequence[Slot], topology: Topology
+    ) -> Fabric:
+        everywhere = dict.fromkeys([*slots, *previous_slots])
+        ports = ports_of(topology, list(everywhere))
+        names = tuple(dict.fromkeys(slot.node for slot in everywhere))
+        index = {name: number for number, name in enumerate(names)}
+        nodes = np.array([index[slot.node] for slot in previous_slots], dtype=np.intp)
+        through = np.array([ports.of[slot] for slot in previous_slots], dtype=np.intp)
+        return cls(
+            holdings, ports, names, nodes,
+            holdings.union(nodes, len(names)),
+            holdings.union(through, len(ports.names)).T.tocsr(),
+        )
+
+    def loads(self, placement: Sequence[Slot]) -> Loads:
+        """Bytes by port when current rank i goes to ``placement[i]``, from the best sources."""
+        holdings = self.holdings
+        index = {name: number for number, name in enumerate(self.node_names)}
+        nodes = np.array([index[slot.node] for slot in placement], dtype=np.intp)
+        ports = np.array([self.ports.of[slot] for slot in placement], dtype=np.intp)
+        # Ranks alike on nodes that hold the same lack the same; what is there already crosses no port.
+        missing = holdings.current - holdings.current.multiply(self.held[nodes])
+        by_rank = np.asarray(missing @ holdings.atom_bytes, dtype=np.float64)
+        received = np.bincount(ports, by_rank, minlength=len(self.ports.names)).astype(np.float64)
+        wanted = np.asarray(missing.sum(axis=0)).ravel() * holdings.atom_bytes
+        return Loads(self.ports, self.spread(wanted.astype(np.float64)), received)
+
+    def spread(self, wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Bytes sent by port when `wanted` bytes of each atom, (atoms,), are spread over the ports that hold it."""
+        ports, speed = self.holder_ports, self.ports.bytes_per_s
+        lengths = np.diff(ports.indptr)
+        asked = np.flatnonzero(wanted)
+        forced = asked[lengths[asked] == 1]
+        sent = np.bincount(ports.indices[ports.indptr[forced]], wanted[forced], minlength=len(speed)).astype(float)
+        free = asked[lengths[asked] > 1]
+        if not len(free):
+            return sent
+        if lengths[free].sum() > _MAX_SPREAD:
+            share = ports[free].multiply((wanted[free] / lengths[free])[:, None]).tocsr()
+            return sent + np.asarray(share.sum(axis=0)).ravel()
+        demands: dict[bytes, float] = {}
+        for atom in free:
+            key = ports.indices[ports.indptr[atom] : ports.indptr[atom + 1]].tobytes()
+            demands[key] = demands.get(key, 0.0) + float(wanted[atom])
+        choices = [(np.frombuffer(key, dtype=ports.indices.dtype), size) for key, size in sorted(demands.items())]
+        return _fill(choices, sent, speed)
+
+
+def _fill(
+    choices: Sequence[tuple[NDArray[np.int32], float]], fixed: NDArray[np.float64], speed: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Spread each (ports, bytes) over its ports: level it against all others in turn, until nothing changes."""
+    total = fixed.copy()
+    flows = [np.zeros(len(where)) for where, _ in choices]
+    for sweep in range(_SWEEPS):
+        change = 0.0
+        for number, (where, size) in enumerate(choices):
+            rest = total[where] - flows[number]
+            level = _level(rest, speed[where], size)
+            flow = np.maximum(0.0, level * speed[where] - rest)
+            change = max(change, float(np.abs(flow - flows[number]).max()))
+            total[where] = rest + flow
+            flows[number] = flow
+        if len(choices) == 1 or (sweep and change <= 1e-6 * max(size for _, size in choices)):
+            break
+    return total
+
+
+def _level(load: NDArray[np.float64], speed: NDArray[np.float64], size: float) -> float:
+    """The time t at which ports with `load` have taken `size` more: sum of max(0, t * speed - load) = size."""
+    order = np.argsort(load / speed, kind="stable")
+    loads, speeds = np.cumsum(load[order]), np.cumsum(speed[order])
+    times = (loads + size) / speeds
+    nexts = np.append((load / speed)[order][1:], np.inf)
+    return float(times[int(np.argmax(times <= nexts))])

@@ -1,0 +1,80 @@
+"""Holdings of two shardings of one model, without listing its tensors rank by rank.
+
+Layers that have the same previous and current stage share their atoms, and so do tensors that are cut alike; what is
+left is a few thousand atoms for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+
+from etc_agent.planner.errors import PlanError
+from etc_agent.planner.holdings import Holdings, holdings_of
+from etc_agent.state.model import TensorSpec
+from etc_agent.state.sharding import Sharding
+
+_Parts = tuple[int, ...]
+_Atom = tuple[_Parts, _Parts, _Parts, _Parts, int | None]
+"""Previous stages and tp parts, current stages and tp parts, expert."""
+
+
+def model_holdings(previous: Sharding, current: Sharding) -> Holdings:
+    """The atoms of a change from `previous` to `current`; the same as `holdings_of` of their layouts.
+
+    With ZeRO-1 the ranges of the flat buffers make the atoms as many as the ranks, so the layouts are listed then.
+
+    Raises:
+        PlanError: the two are not of one model.
+    """
+    if previous.model != current.model:
+        raise PlanError(f"{previous.model.name} cannot become {current.model.name}: two different models")
+    if previous.model.zero1:
+        return holdings_of(previous.layout(), current.layout())
+    item_bytes = previous.model.bytes_per_parameter
+    sizes: dict[_Atom, int] = {}
+    for (specs, before), (_, after) in zip(previous.sections(), current.sections(), strict=True):
+        cells: dict[tuple[_Parts, _Parts, int | None], int] = {}
+        for spec in specs:
+            for elements, parts_before, parts_after in _cells(spec, previous.config.tp, current.config.tp):
+                cell = (parts_before, parts_after, spec.expert)
+                cells[cell] = cells.get(cell, 0) + elements * item_bytes
+        for (stages_before, stages_after), count in Counter(zip(before, after, strict=True)).items():
+            for (parts_before, parts_after, expert), size in cells.items():
+                atom = (stages_before, parts_before, stages_after, parts_after, expert)
+                sizes[atom] = sizes.get(atom, 0) + size * count
+    return Holdings(
+        np.array(list(sizes.values()), dtype=np.int64),
+        _matrix([previous.ranks(atom[0], atom[1], atom[4]) for atom in sizes], previous.config.num_ranks),
+        _matrix([current.ranks(atom[2], atom[3], atom[4]) for atom in sizes], current.config.num_ranks),
+    )
+
+
+def _cells(spec: TensorSpec, tp_before: int, tp_after: int) -> Iterator[tuple[int, _Parts, _Parts]]:
+    """(elements, previous tp parts that hold it, current ones that do) of every cell along the dim that tp cuts."""
+    if spec.tp_dim is None:
+        yield prod(spec.shape), tuple(range(tp_before)), tuple(range(tp_after))
+        return
+    sides = [[(part, spec.intervals(tp, part)) for part in range(tp)] for tp in (tp_before, tp_after)]
+    cuts = sorted({edge for side in sides for _, intervals in side for interval in intervals for edge in interval})
+    across = prod(spec.shape) // spec.shape[spec.tp_dim]
+    for start, end in pairwise(cuts):
+        before, after = (
+            tuple(part for part, intervals in side if any(low <= start and end <= high for low, high in intervals))
+            for side in sides
+        )
+        yield (end - start) * across, before, after
+
+
+def _matrix(rows: list[NDArray[np.int64]], num_rows: int) -> csr_matrix:
+    lengths = [len(of) for of in rows]
+    indptr = np.concatenate([[0], np.cumsum(lengths)])
+    indices = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    by_atom = csr_matrix((np.ones(len(indices), np.int64), indices, indptr), (len(rows), num_rows))
+    return by_atom.T.tocsr()

@@ -1,0 +1,240 @@
+"""Where ranks may go: available slots by node, tp groups that stay together, pins; and the assignments that obey."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from etc_agent.parallel.topology import Placement, Slot, Topology
+from etc_agent.planner.assignment import assign_rows
+from etc_agent.planner.errors import PlanError
+
+LOCAL = 1 / 64
+"""Weight of a byte moved inside a node against one moved between nodes."""
+_MAX_SUBSETS = 64
+"""Node subsets that are all tried when packing; beyond that, nodes are given up one by one."""
+_MANY = 1024
+"""Ranks up to which those that stay in place are preferred over their likes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keep:
+    """What need not be moved, in one unit of bytes, by class of rank (ranks of a class need the same).
+
+    `class_of_rank`: (ranks,). `on_node`: (classes, nodes), held by the node. `on_slot`: (classes, slots), by the
+    worker on the slot itself. `home`: (ranks,), the slot where the rank of this number was, or -1.
+    """
+
+    class_of_rank: NDArray[np.intp]
+    on_node: NDArray[np.float64]
+    on_slot: NDArray[np.float64]
+    home: NDArray[np.intp]
+
+
+class Spots:
+    """The available slots, and what must hold wherever the ranks go.
+
+    Raises:
+        PlanError: too few slots, or a pin that cannot be met.
+    """
+
+    def __init__(
+        self, num_ranks: int, slots: Sequence[Slot], topology: Topology, group_size: int, pinned: Mapping[int, Slot]
+    ) -> None:
+        order = {node.name: index for index, node in enumerate(topology.nodes)}
+        unknown = sorted({slot.node for slot in slots} - order.keys())
+        if unknown:
+            raise PlanError(f"slots on {', '.join(unknown)}, but the topology has {', '.join(order) or 'no nodes'}")
+        if num_ranks % group_size:
+            raise PlanError(f"{num_ranks} ranks are not whole tp groups of {group_size}")
+        self.num_ranks = num_ranks
+        self.group_size = group_size
+        self.num_groups = num_ranks // group_size
+        self.slots = sorted(set(slots), key=lambda slot: (order[slot.node], slot.index))
+        self.node_names = list(dict.fromkeys(slot.node for slot in self.slots))
+        by_name = {name: index for index, name in enumerate(self.node_names)}
+        self.node_of_slot = np.array([by_name[slot.node] for slot in self.slots], dtype=np.intp)
+        self.capacity = np.bincount(self.node_of_slot, minlength=len(self.node_names))
+        self.first_slot = np.concatenate([[0], np.cumsum(self.capacity)])
+        if len(self.slots) < num_ranks:
+            have = ", ".join(f"{name}: {count}" for name, count in zip(self.node_names, self.capacity, strict=True))
+            raise PlanError(f"{num_ranks} ranks need as many slots; {len(self.slots)} are available ({have or 'none'})")
+        self.index_of = {slot: index for index, slot in enumerate(self.slots)}
+        self.pinned: dict[int, int] = {}
+        for rank, slot in sorted(pinned.items()):
+            if not 0 <= rank < num_ranks or slot not in self.index_of:
+                raise PlanError(f"rank {rank} cannot be pinned to {slot}: no such rank or no such available slot")
+            self.pinned[rank] = self.index_of[slot]
+        if len(set(self.pinned.values())) != len(self.pinned):
+            raise PlanError("two ranks are pinned to one slot")
+
+    def placement(self, chosen: Sequence[int] | NDArray[np.intp]) -> Placement:
+        return tuple(self.slots[slot] for slot in chosen)
+
+    def in_order(self) -> NDArray[np.intp]:
+        """Nothing to keep: ranks to slots in the order of the nodes, as far as groups and pins allow."""
+        if not self.pinned:
+            return self._fill()
+        on_node = -np.arange(len(self.node_names), dtype=np.float64) * np.ones((self.num_ranks, 1))
+        distance = np.abs(np.arange(self.num_ranks)[:, None] - np.arange(len(self.slots))[None, :])
+        nowhere = np.full(self.num_ranks, -1, dtype=np.intp)
+        keep = Keep(np.arange(self.num_ranks), on_node, -distance / (len(self.slots) + 1.0) ** 2, nowhere)
+        return self.assign(keep, range(len(self.node_names)))
+
+    def _fill(self) -> NDArray[np.intp]:
+        chosen = np.full(self.num_ranks, -1, dtype=np.intp)
+        group = 0
+        left: list[int] = []
+        for node, count in enumerate(self.capacity):
+            fit = min(int(count) // self.group_size, self.num_groups - group)
+            start, taken = self.first_slot[node], fit * self.group_size
+            chosen[group * self.group_size :][:taken] = np.arange(start, start + taken)
+            left.extend(range(start + taken, start + count))
+            group += fit
+        torn = np.flatnonzero(chosen < 0)
+        chosen[torn] = left[: len(torn)]
+        return chosen
+
+    # ---- fewest nodes ---------------------------------------------------------------------------------------------
+
+    def fewest_nodes(self, keep: Keep) -> tuple[int, ...]:
+        """The fewest nodes that suffice, and among those the ones that keep most."""
+        every = tuple(range(len(self.node_names)))
+        fewest = next((count for count in range(1, len(every) + 1) if self._some_suffice(count)), len(every))
+        if comb(len(every), fewest) <= _MAX_SUBSETS:
+            options = [nodes for nodes in combinations(every, fewest) if self._suffices(nodes)]
+            return max(options, key=lambda nodes: self.kept(keep, self.assign(keep, nodes)), default=every)
+        groups = keep.on_node[keep.class_of_rank.reshape(self.num_groups, self.group_size)].sum(axis=1)
+        best = np.sort(groups, axis=0)[::-1]
+        worth = [best[: max(1, self.capacity[node] // self.group_size), node].sum() for node in every]
+        whole = self.capacity // self.group_size
+        must = {int(self.node_of_slot[slot]) for slot in self.pinned.values()}
+        slots, groups_left, kept = int(self.capacity.sum()), int(whole.sum()), set(every)
+        wanted = min(self.num_groups, groups_left)
+        for node in sorted(every, key=lambda node: (worth[node], -node)):
+            fits = slots - self.capacity[node] >= self.num_ranks and groups_left - whole[node] >= wanted
+            if len(kept) > fewest and fits and node not in must:
+                kept.remove(node)
+                slots, groups_left = slots - int(self.capacity[node]), groups_left - int(whole[node])
+        return tuple(sorted(kept))
+
+    def _suffices(self, nodes: Sequence[int]) -> bool:
+        """Whether all ranks fit on `nodes`, with no tp group torn that the whole cluster could keep whole."""
+        whole = self.capacity // self.group_size
+        chosen = list(nodes)
+        return (
+            int(self.capacity[chosen].sum()) >= self.num_ranks
+            and int(whole[chosen].sum()) >= min(self.num_groups, int(whole.sum()))
+            and all(int(self.node_of_slot[slot]) in chosen for slot in self.pinned.values())
+        )
+
+    def _some_suffice(self, count: int) -> bool:
+        must = {int(self.node_of_slot[slot]) for slot in self.pinned.values()}
+        others = [int(node) for node in np.argsort(-self.capacity, kind="stable") if int(node) not in must]
+        return len(must) <= count and self._suffices([*must, *others[: count - len(must)]])
+
+    # ---- groups to nodes, ranks to slots --------------------------------------------------------------------------
+
+    def kept(self, keep: Keep, chosen: NDArray[np.intp]) -> float:
+        """What an assignment keeps: between nodes, and a little for what stays on its slot."""
+        classes = keep.class_of_rank
+        between = keep.on_node[classes, self.node_of_slot[chosen]].sum()
+        return float(between + LOCAL * keep.on_slot[classes, chosen].sum())
+
+    def assign(self, keep: Keep, nodes: Sequence[int]) -> NDArray[np.intp]:
+        """Rank -> slot on `nodes`, so that most is kept: groups to nodes first, then ranks inside each node."""
+        node_of_group = self._groups_to_nodes(keep, list(nodes))
+        self._make_room_for_pins(node_of_group)
+        chosen = np.full(self.num_ranks, -1, dtype=np.intp)
+        size = self.group_size
+        order = np.argsort(node_of_group, kind="stable")
+        for node in nodes:
+            low, high = np.searchsorted(node_of_group, [node, node + 1], sorter=order)
+            if low == high:
+                continue
+            ranks = (order[low:high, None] * size + np.arange(size)[None, :]).reshape(-1)
+            self._ranks_to_slots(np.sort(ranks), np.arange(*self.first_slot[node : node + 2]), keep, chosen)
+        torn = np.flatnonzero(chosen < 0)
+        if len(torn):
+            left = np.setdiff1d(np.flatnonzero(np.isin(self.node_of_slot, list(nodes))), chosen[chosen >= 0])
+            self._ranks_to_slots(torn, left, keep, chosen)
+        return chosen
+
+    def _groups_to_nodes(self, keep: Keep, nodes: list[int]) -> NDArray[np.intp]:
+        """Group -> node; -1 for groups that fit nowhere whole."""
+        size = self.group_size
+        best_slot = np.maximum.reduceat(keep.on_slot, self.first_slot[:-1], axis=1)
+        by_class = (keep.on_node + LOCAL * best_slot)[:, nodes]
+        members = keep.class_of_rank.reshape(self.num_groups, size)
+        kinds, class_of_group = np.unique(members, axis=0, return_inverse=True)
+        value = np.asarray(by_class[kinds].sum(axis=1), dtype=np.float64)
+        places = np.repeat(np.arange(len(nodes)), self.capacity[nodes] // size)
+        result = np.full(self.num_groups, -1, dtype=np.intp)
+        if not len(places):
+            return result
+        if self.pinned or self.num_ranks <= _MANY:
+            rows = value[class_of_group]
+            homes = keep.home.reshape(self.num_groups, size)
+            node_of_home = np.where(homes >= 0, self.node_of_slot[homes], -1)
+            stays = (node_of_home[:, :, None] == np.array(nodes)[None, None, :]).sum(axis=1)
+            rows = rows + stays * (0.25 * LOCAL / (self.num_ranks + 1))
+            self._forbid(rows, nodes)
+            columns, kind_of_column = np.unique(rows, axis=1, return_inverse=True)
+            values, kind_of_row = np.unique(columns, axis=0, return_inverse=True)
+            at = assign_rows(values, kind_of_row, kind_of_column[places])
+            fits = at >= 0
+            fits[fits] = rows[np.flatnonzero(fits), places[at[fits]]] > -1e17
+        else:
+            columns, kind_of_node = np.unique(value, axis=1, return_inverse=True)
+            at = assign_rows(columns, class_of_group, kind_of_node[places])
+            fits = at >= 0
+        result[fits] = np.array(nodes)[places[at[fits]]]
+        return result
+
+    def _forbid(self, rows: NDArray[np.float64], nodes: Sequence[int]) -> None:
+        """Make every node but the pinned one worthless for a group with a pinned rank."""
+        homes: dict[int, set[int]] = {}
+        for rank, slot in self.pinned.items():
+            homes.setdefault(rank // self.group_size, set()).add(int(self.node_of_slot[slot]))
+        for group, where in homes.items():
+            rows[group, [index for index, node in enumerate(nodes) if where != {node}]] = -1e18
+
+    def _make_room_for_pins(self, node_of_group: NDArray[np.intp]) -> None:
+        """Tear groups, the last first, from nodes whose slots are pinned to ranks of groups that live elsewhere."""
+        pinned_groups = {rank // self.group_size for rank in self.pinned}
+        for node in {int(self.node_of_slot[slot]) for slot in self.pinned.values()}:
+            here = [int(group) for group in np.flatnonzero(node_of_group == node)]
+            while here:
+                guests = sum(
+                    self.node_of_slot[slot] == node and rank // self.group_size not in here
+                    for rank, slot in self.pinned.items()
+                )
+                if len(here) * self.group_size + guests <= self.capacity[node]:
+                    break
+                torn = max(here, key=lambda group: (group not in pinned_groups, group))
+                here.remove(torn)
+                node_of_group[torn] = -1
+
+    def _ranks_to_slots(
+        self, ranks: NDArray[np.intp], spots: NDArray[np.intp], keep: Keep, chosen: NDArray[np.intp]
+    ) -> None:
+        """Ranks to the slots of `spots` that keep most; pinned ones to their own, which no other gets."""
+        if self.pinned:
+            reserved = list(self.pinned.values())
+            for rank in ranks:
+                if int(rank) in self.pinned:
+                    chosen[rank] = self.pinned[int(rank)]
+            ranks = np.array([rank for rank in ranks if int(rank) not in self.pinned], dtype=np.intp)
+            spots = np.array([spot for spot in spots if int(spot) not in reserved], dtype=np.intp)
+        if not len(ranks):
+            return
+        value = keep.on_slot[np.ix_(keep.class_of_rank[ranks], spots)]
+        value = value + (keep.home[ranks][:, None] == spots[None, :]) * (0.5 / (self.num_ranks + 1))
+        rows, columns = linear_sum_assignment(value, maximize=True)
+        chosen[ranks[rows]] = spots[columns]
