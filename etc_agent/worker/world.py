@@ -12,6 +12,7 @@ the same on all its ranks. One TCPStore client is a mutex around one socket, so 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
@@ -133,6 +134,21 @@ def install() -> None:
             "init_process_group was called before etc.session(); remove it, the session makes the process groups"
         )
     c10d._world = _SwappableWorld()
+    dist.init_process_group = c10d.init_process_group = _explaining(c10d.init_process_group)  # type: ignore[assignment]
+
+
+def _explaining(init_process_group: Callable[..., None]) -> Callable[..., None]:
+    """torch's function, which inside a session would only say that it was called twice."""
+
+    @functools.wraps(init_process_group)
+    def explaining(*args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            raise EtcError(
+                "init_process_group was called inside etc.session(); remove it, the session has made the process groups"
+            )
+        init_process_group(*args, **kwargs)
+
+    return explaining
 
 
 def _swappable() -> _SwappableWorld:

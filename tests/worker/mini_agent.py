@@ -71,6 +71,7 @@ class WorkerHandle:
     process: Any
     channel: Channel | None = None
     heard: list[Message] = field(default_factory=list)
+    is_deaf: bool = False
 
 
 class MiniAgent:
@@ -112,7 +113,8 @@ class MiniAgent:
             sys.stderr.write(self.logs())
 
     def logs(self) -> str:
-        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.directory.glob("worker-*.log")))
+        written = (path for path in sorted(self.directory.glob("worker-*.log")) if path.stat().st_size)
+        return "\n".join(f"== {path.name}\n{path.read_text()}" for path in written)
 
     # -- what an agent does ----------------------------------------------------------------------------------------
 
@@ -159,10 +161,7 @@ class MiniAgent:
         switched = {slot: self.hear(slot, Switched, generation=generation.id) for slot in everyone}
         for slot in everyone:
             if slot not in generation.placement:
-                worker = self.workers.pop(slot)
-                self.gone.append(worker)
-                worker.process.join(self._timeout_s)
-                assert worker.process.exitcode == 0, f"{slot} left with {worker.process.exitcode}"
+                self._see_off(slot)
             else:
                 self.send(slot, Committed(generation.id))
         self.generation = generation
@@ -173,10 +172,7 @@ class MiniAgent:
             self.send(slot, Withdrawn(generation.id, reason))
         for slot in everyone:
             if self.generation is not None and slot not in self.generation.placement:
-                worker = self.workers.pop(slot)
-                self.gone.append(worker)
-                worker.process.join(self._timeout_s)
-                assert worker.process.exitcode == 0, f"{slot} was withdrawn and ended with {worker.process.exitcode}"
+                self._see_off(slot)
 
     def describe(self, slot: Slot, config: str) -> Described:
         self.send(slot, Describe(config))
@@ -191,6 +187,12 @@ class MiniAgent:
         for worker in self.workers.values():
             worker.process.join(self._timeout_s)
         return {slot: worker.process.exitcode for slot, worker in self.workers.items()}
+
+    def _see_off(self, slot: Slot) -> None:
+        worker = self.workers.pop(slot)
+        self.gone.append(worker)
+        worker.process.join(self._timeout_s)
+        assert worker.process.exitcode == 0, f"{slot} left with {worker.process.exitcode}"
 
     # -- plumbing --------------------------------------------------------------------------------------------------
 
@@ -209,12 +211,13 @@ class MiniAgent:
                     return message
             return None
 
+        deadline = time.monotonic() + self._timeout_s
         with self._changed:
-            heard = self._changed.wait_for(lambda: find() or not worker.process.is_alive(), self._timeout_s)
-            found = find()
-        if found is None:
-            state = f"ended with {worker.process.exitcode}" if heard else f"is silent for {self._timeout_s} s"
-            raise AssertionError(f"{slot} {state}; expected {[k.__name__ for k in kinds]}")
+            while (found := find()) is None:
+                wanted = f"expected {[k.__name__ for k in kinds]}"
+                assert not worker.is_deaf, f"{slot} ended; {wanted}"
+                assert time.monotonic() < deadline, f"{slot} is silent for {self._timeout_s} s; {wanted}"
+                self._changed.wait(1.0)
         return found
 
     def steps(self) -> list[dict[str, Any]]:
@@ -275,6 +278,6 @@ class MiniAgent:
                 worker.heard.append(message)
                 self._changed.notify_all()
             message = channel.receive()
-        worker.process.join()
         with self._changed:
+            worker.is_deaf = True
             self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def closed_walk(count: int) -> list[int]:
 
 def test_the_walk_takes_every_ordered_pair() -> None:
     walk = closed_walk(len(CONFIGS))
-    pairs = list(zip(walk, walk[1:], strict=False))
+    pairs = list(pairwise(walk))
     assert len(CONFIGS) == 13
     assert len(pairs) == len(set(pairs)) == 13 * 12
 
@@ -44,7 +45,7 @@ def test_every_ordered_pair_of_configs_on_four_workers_keeps_every_bit(tmp_path:
     walk = [CONFIGS[index] for index in closed_walk(len(CONFIGS))]
     with MiniAgent(tmp_path, pause_s=0.02) as agent:
         agent.start(str(walk[0]))
-        for previous, current in zip(walk, walk[1:], strict=False):
+        for previous, current in pairwise(walk):
             agent.change(str(current))
             assert agent.generation is not None
             number = agent.generation.id

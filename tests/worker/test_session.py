@@ -1,0 +1,217 @@
+"""The session in real processes: joining, leaving, staying, refusing, failing."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mini_agent import NODE, MiniAgent
+
+from etc_agent.control.messages import Prepared, Raised, Refused
+from etc_agent.parallel.topology import Slot
+
+JOB = str(Path(__file__).with_name("tiny_job.py"))
+
+
+def slot(index: int) -> Slot:
+    return Slot(NODE, index)
+
+
+def test_a_job_grows_and_shrinks_in_its_processes_and_no_sample_is_lost_or_repeated(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, num_steps=80, pause_s=0.02) as agent:
+        agent.start("PP2")
+        for config in ("PP2TP2", "TP2DP2", "PP2", "DP4"):
+            agent.change(config)
+            agent.first_steps()
+        assert set(agent.finish().values()) == {0}
+        lines = agent.steps()
+
+    by_step: dict[int, list[dict]] = {}
+    for line in lines:
+        by_step.setdefault(line["step"], []).append(line)
+    assert sorted(by_step) == list(range(80))
+    for step, entries in by_step.items():
+        # One generation, one loss, and between the dp ranks every sample of the step once.
+        assert len({(entry["generation"], entry["config"], entry["loss"]) for entry in entries}) == 1
+        ids = {entry["dp"]: entry["ids"] for entry in entries}
+        assert [i for dp in sorted(ids) for i in ids[dp]] == list(range(step * 12, step * 12 + 12))
+        for entry in entries:
+            assert entry["env_rank"] == entry["rank"]
+            assert entry["env_world_size"] == len(entries)
+            assert math.isclose(entry["lr"], 0.01 / (1.0 + 0.01 * (step + 1)))
+    rank_0 = {line["pid"] for line in lines if line["rank"] == 0}
+    assert len(rank_0) == 1, "rank 0 stays on its process"
+    assert len({line["generation"] for line in lines}) == 5
+
+
+def test_the_loss_goes_on_as_if_nothing_had_changed(tmp_path: Path) -> None:
+    (tmp_path / "changing").mkdir()
+    (tmp_path / "fixed").mkdir()
+    with MiniAgent(tmp_path / "changing", num_steps=60, pause_s=0.02, verify=False) as agent:
+        agent.start("PP2")
+        for config in ("TP2", "DP2"):
+            agent.change(config)
+        agent.finish()
+        changing = {line["step"]: line["loss"] for line in agent.steps()}
+    with MiniAgent(tmp_path / "fixed", num_steps=60, pause_s=0.0, verify=False) as agent:
+        agent.start("PP2")
+        agent.finish()
+        fixed = {line["step"]: line["loss"] for line in agent.steps()}
+    assert sorted(changing) == sorted(fixed) == list(range(60))
+    # Only the order of float32 sums differs between configs; 60 steps of AdamW amplify it to a few 1e-6.
+    assert max(abs(changing[step] - fixed[step]) / fixed[step] for step in fixed) < 1e-4
+
+
+def test_ranks_can_move_between_the_same_processes(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+        agent.start("PP2TP2")
+        agent.change("PP2TP2", (slot(2), slot(1), slot(0), slot(3)))
+        steps = agent.first_steps()
+        assert set(steps) == {slot(i) for i in range(4)}
+        agent.change("PP2TP2", (slot(7), slot(1), slot(0), slot(3)))
+        agent.first_steps()
+
+
+def test_ten_changes_leave_no_descriptor_thread_or_group_behind(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02, verify=False) as agent:
+        agent.start("PP2")
+        for _ in range(6):
+            for config in ("TP2", "PP2"):
+                agent.change(config)
+                agent.first_steps()
+        generation = agent.generation
+        assert generation is not None
+
+        def held(number: int) -> list[int]:
+            """The fewest descriptors and threads that rank 0 had in a generation: those once the old groups are gone."""
+            lines = [line for line in agent.steps() if line["rank"] == 0 and line["generation"] == number]
+            return [min((line[key] for line in lines), default=1_000_000) for key in ("fds", "threads")]
+
+        def settled() -> bool:
+            return all(now <= first for now, first in zip(held(generation.id), held(3), strict=True))
+
+        agent.wait_for(settled, "descriptors and threads to be as few as after the first changes")
+
+
+def test_describing_a_config_gives_its_layout_or_the_models_own_reason(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+        agent.start("PP2")
+        described = agent.describe(slot(0), "PP2TP2DP2")
+        assert described.layout is not None
+        assert len(described.layout["ranks"]) == 8
+        names = {name for name, *_ in described.layout["tensors"]}
+        assert {"model.layers.0.up.weight", "optimizer.layers.4.down.bias.exp_avg"} <= names
+        refused = agent.describe(slot(0), "TP5")
+        assert refused.layout is None
+        assert refused.error == "PP1TP5DP1: 12 hidden units cannot be divided over tp=5"
+        uneven = agent.describe(slot(1), "DP5")
+        assert uneven.error.startswith("PP1TP1DP5: a global batch of 12 cannot be divided over dp=5; choose dp from 1")
+
+
+def test_a_refused_generation_is_refused_by_everyone_and_training_goes_on(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+        agent.start("PP1")
+        generation, everyone = agent.prepare("TP5")
+        for each in everyone:
+            refused = agent.hear(each, Refused, generation=generation.id)
+            assert "12 hidden units cannot be divided over tp=5" in refused.error
+        agent.withdraw(generation, everyone)
+        agent.change("TP2")
+        agent.first_steps()
+
+
+def test_a_withdrawn_generation_leaves_the_present_one_training_and_its_joiners_exit_0(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+        agent.start("PP2")
+        generation, everyone = agent.prepare("PP4")
+        for each in everyone:
+            agent.hear(each, Prepared, generation=generation.id)
+        agent.withdraw(generation, everyone)
+        last = agent.steps()[-1]["step"]
+        agent.wait_for(lambda: agent.steps()[-1]["step"] > last + 3, "more steps in the old generation")
+        assert agent.steps()[-1]["generation"] == 1
+        agent.change("DP2")
+        agent.first_steps()
+
+
+def test_an_exception_in_user_code_is_told_to_the_agent_and_surfaces_with_its_traceback(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, fault={"raise_at": 3, "timeout_s": 10.0}) as agent:
+        agent.start("PP1")
+        raised = agent.hear(slot(0), Raised)
+        assert raised.error == "KeyError: 'a bug in user code'"
+        assert agent.finish() == {slot(0): 1}
+        logs = agent.logs()
+        assert "KeyError: 'a bug in user code'" in logs
+        assert 'raise KeyError("a bug in user code")' in logs
+
+
+def run_by_hand(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60,
+    )
+
+
+def test_the_same_script_runs_at_a_fixed_size_under_plain_torchrun(tmp_path: Path) -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, str(tmp_path), "4", "0"]
+    environment = {**os.environ, "ETC_PARALLEL": "PP2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("steps-*.jsonl"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "environment", "message"),
+    [
+        (
+            "import torch.distributed as dist; from torch.distributed import HashStore\n"
+            "dist.init_process_group('gloo', store=HashStore(), rank=0, world_size=1)\n"
+            "import etc_agent as etc\n"
+            "with etc.session(lambda parallel: None): pass",
+            {},
+            "EtcError: init_process_group was called before etc.session(); "
+            "remove it, the session makes the process groups",
+        ),
+        (
+            "import etc_agent as etc, torch.distributed as dist, tiny_job\n"
+            "with etc.session(tiny_job.build) as session: dist.init_process_group('gloo')",
+            {},
+            "EtcError: init_process_group was called inside etc.session(); "
+            "remove it, the session has made the process groups",
+        ),
+        (
+            "import etc_agent as etc, tiny_job\n"
+            "with etc.session(tiny_job.build) as session:\n"
+            "    for step in session.steps(1):\n"
+            "        with step: pass",
+            {},
+            "EtcError: step 0 ended without step.commit(); call it after the backward pass",
+        ),
+        (
+            "import etc_agent as etc, tiny_job\n"
+            "with etc.session(tiny_job.build, parallel='TP2'): pass",
+            {},
+            "EtcError: PP1TP2DP1 has 2 ranks, but 1 workers were started; "
+            "choose a config whose degrees multiply to 1",
+        ),
+        (
+            "import etc_agent as etc\nwith etc.session(lambda parallel: 3): pass",
+            {},
+            "EtcError: build() returned a int; it must return an etc_agent.TrainState",
+        ),
+        (
+            "import etc_agent as etc, tiny_job\nwith etc.session(tiny_job.build): pass",
+            {"ETC_PARALLEL": "PP0"},
+            "EtcError: ETC_PARALLEL: pp must be a positive integer, not 0",
+        ),
+    ],
+    ids=["init before", "init inside", "no commit", "wrong size", "no state", "bad config"],
+)
+def test_a_mistake_in_the_script_is_one_clear_line(code: str, environment: dict[str, str], message: str) -> None:
+    done = run_by_hand(code, **environment)
+    assert done.returncode == 1
+    assert message in " ".join(done.stderr.split())
