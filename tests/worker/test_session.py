@@ -87,7 +87,7 @@ def test_ten_changes_leave_no_descriptor_thread_or_group_behind(tmp_path: Path) 
         assert generation is not None
 
         def held(number: int) -> list[int]:
-            """The fewest descriptors and threads that rank 0 had in a generation: those once the old groups are gone."""
+            """The fewest descriptors and threads of rank 0 in a generation: once the old groups are gone."""
             lines = [line for line in agent.steps() if line["rank"] == 0 and line["generation"] == number]
             return [min((line[key] for line in lines), default=1_000_000) for key in ("fds", "threads")]
 
