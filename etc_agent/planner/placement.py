@@ -12,7 +12,9 @@ ones improved by exchanging groups of the busiest node.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import comb
 from typing import Literal
 
 import numpy as np
@@ -30,6 +32,8 @@ Least = Literal["time", "bytes"]
 """What a placement minimises first: the time of the busiest port, or all bytes moved."""
 
 _GOOD_ENOUGH = 1.0 + 1e-9
+_MAX_TORN = 8
+"""Choices of which tp groups are torn, where some must be, that are all solved."""
 _MAX_TRIES = 80
 """Exchanges tried for a problem too large to be solved exactly."""
 _MAX_IMPROVED = 256
@@ -167,10 +171,10 @@ class _Search:
             return chosen
         small = self._small(chosen, nodes)
         if small is not None:
-            candidates, problem = small
-            answer = problem.solve(least=least)
-            if answer is not None:
-                return min((chosen, candidates[answer]), key=lambda option: self._order(option, least))
+            slots, problem = small
+            answers = (replace(problem, whole_groups=whole).solve(least=least) for whole in self._whole(chosen))
+            options = [chosen, *(slots[answer] for answer in answers if answer is not None)]
+            return min(options, key=lambda option: self._order(option, least))
         if least == "time" and self.spots.num_ranks <= _MAX_IMPROVED:
             return self._exchange(chosen, nodes)
         return chosen
@@ -222,12 +226,7 @@ class _Search:
         if spots.num_ranks * int(spots.capacity[wanted].sum()) > MAX_VARIABLES:
             return None
         slots = np.flatnonzero(np.isin(spots.node_of_slot, wanted))
-        classes, size = keep.class_of_rank, spots.group_size
-        whole = [
-            tuple(range(group * size, group * size + size))
-            for group in range(spots.num_groups)
-            if size > 1 and len(set(spots.node_of_slot[chosen[group * size : group * size + size]])) == 1
-        ]
+        classes = keep.class_of_rank
         allowed = np.ones((spots.num_ranks, len(slots)), dtype=bool)
         for rank, pin in spots.pinned.items():
             allowed[:, slots == pin] = False
@@ -249,12 +248,22 @@ class _Search:
         port_of_slot = np.array([fabric.ports.of[spots.slots[slot]] for slot in slots], dtype=np.intp)
         moved = (keep.home[:, None] != slots[None, :]) + 1e-3 * np.arange(len(slots))[None, :]
         problem = SmallProblem(
-            allowed, spots.node_of_slot[slots], port_of_slot, fabric.ports.bytes_per_s, missing, sources, tuple(whole),
+            allowed, spots.node_of_slot[slots], port_of_slot, fabric.ports.bytes_per_s, missing, sources, (),
             needed - keep.on_node[classes][:, spots.node_of_slot[slots]],
             needed - keep.on_slot[classes][:, slots],
             moved,
         )
         return slots, problem
+
+    def _whole(self, chosen: NDArray[np.intp]) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """Which groups share a node: all that do in `chosen`, or, where some cannot, as many others instead."""
+        spots, size = self.spots, self.spots.group_size
+        groups = [tuple(range(first, first + size)) for first in range(0, spots.num_ranks, size)] if size > 1 else []
+        whole = tuple(group for group in groups if len(set(spots.node_of_slot[chosen[list(group)]])) == 1)
+        if len(whole) < len(groups) and comb(len(groups), len(whole)) <= _MAX_TORN:
+            yield from combinations(groups, len(whole))
+        else:
+            yield whole
 
     # ---- larger ones ----------------------------------------------------------------------------------------------
 

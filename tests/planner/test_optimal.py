@@ -62,7 +62,10 @@ class Case:
         for slot, held in zip(self.where, self.have, strict=True):
             for table, key in ((self.held, slot.node), (self.ports, self.port(slot))):
                 table[key] = table.get(key, np.zeros_like(held)) | held
-        self.on = dict(zip(self.where, self.have, strict=True))
+        on = dict(zip(self.where, self.have, strict=True))
+        nothing = np.zeros_like(self.need[0])
+        self.cost = {(rank, slot): int((need & ~on.get(slot, nothing)).sum())
+                     for rank, need in enumerate(self.need) for slot in self.slots}
 
     def port(self, slot: Slot) -> object:
         return slot.node if self.topology.node(slot.node).shared_nics else slot
@@ -80,9 +83,7 @@ class Case:
         return whole >= min(fits, len(groups))
 
     def moved(self, placement) -> int:
-        nothing = np.zeros_like(self.need[0])
-        return sum(int((need & ~self.on.get(slot, nothing)).sum())
-                   for need, slot in zip(self.need, placement, strict=True))
+        return sum(self.cost[rank, slot] for rank, slot in enumerate(placement))
 
     def seconds(self, placement, below: float = np.inf) -> float:
         """Time of the busiest port, or anything not below `below` once that is certain."""
