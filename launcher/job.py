@@ -165,7 +165,7 @@ class TimeoutsSection(Section):
     """The waits of `etc_agent.agent.settings.Timeouts`, by the same names; its defaults count where None."""
 
     lease_s: Seconds | None = None
-    settle_s: Seconds | None = None
+    settle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     join_s: Seconds | None = None
     start_s: Seconds | None = None
     prepare_s: Seconds | None = None

@@ -11,52 +11,28 @@ import os
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from etc_agent.agent.settings import EtcdSettings, JobSettings, Timeouts
+from etc_agent.agent.settings import JobSettings, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
-from launcher.etcd_options import check_readable, parse_endpoints, read_password
-from launcher.job import Job, load_job
-from launcher.options import ELASTIC_BACKEND, CommandLine
+from launcher.etcd_settings import etcd_settings
+from launcher.given import Given
+from launcher.options import ELASTIC_BACKEND
 
 # torchrun's names for what its users already put into --rdzv-conf.
-_RDZV_CONF_NAMES = {"join_timeout": "join_s", "timeout": "join_s", "last_call_timeout": "settle_s"}
+_RDZV_CONF_NAMES = {
+    "timeout": "join_s",
+    "join_timeout": "join_s",
+    "last_call_timeout": "settle_s",
+    "lease_ttl": "lease_s",
+    "read_timeout": "etcd_s",
+}
 _LONG_RANKS = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """The three sources of a setting. `file`: the job file's name as the user wrote it, empty without one."""
-
-    line: CommandLine
-    job: Job
-    file: str
-
-    @classmethod
-    def read(cls, line: CommandLine) -> Given:
-        """Load the job file that the command line or the environment names, if any."""
-        file = line.args.config
-        return cls(line, load_job(Path(file)) if file else Job(), file or "")
-
-    def option(self, name: str) -> Any:
-        """The value of an option that was typed or set in the environment, else None."""
-        return getattr(self.line.args, name) if self.line.given(name) else None
-
-    def source(self, name: str, field: str) -> str:
-        """Where the setting with this option name and job file field came from, for messages."""
-        return self.line.given(name) or (f"{self.file}: {field}" if self.file else f"--{name.replace('_', '-')}")
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.file).parent.absolute()
 
 
 def job_settings(given: Given, standalone: bool) -> JobSettings:
@@ -66,9 +42,9 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         EtcError: something is missing, wrong or impossible; one line that names its source.
     """
     args, job = torchrun_args(given), given.job
-    etcd = EtcdSettings() if standalone else etcd_settings(given)
+    etcd = etcd_settings(given, standalone)
     run_id = _run_id(given, standalone)
-    node_rank = int(args.node_rank) if given.line.given("node_rank") else None
+    node_rank = _node_rank(given)
     # torchrun's own code reads the arguments; what it would only warn about is told to the agent instead.
     args.rdzv_backend, args.rdzv_id, args.node_rank = ELASTIC_BACKEND, run_id, 0
     args.rdzv_endpoint = ",".join(etcd.endpoints) or "localhost:0"
@@ -178,49 +154,14 @@ def _streams_by_rank(text: str) -> Std | dict[int, Std]:
         raise EtcError(f"{text!r} does not name streams; write 0 to 3, or like 0:1,10:3 (local rank:streams)") from None
 
 
-# ---- etcd ----------------------------------------------------------------------------------------------------------
-
-
-def etcd_settings(given: Given) -> EtcdSettings:
-    """Where etcd is, from ``--etcd-*``, ``--rdzv-endpoint``, their variables and the file."""
-    section, option = given.job.rendezvous, given.option
-    is_ours = given.line.args.rdzv_backend == ELASTIC_BACKEND
-    names = ["etcd_endpoints", "rdzv_endpoint"] if is_ours else ["etcd_endpoints"]
-    names.sort(key=lambda name: name not in given.line.typed)
-    if (name := next(filter(given.line.given, names), None)) is not None:
-        endpoints = parse_endpoints([option(name)], given.source(name, ""))
-    elif section.endpoints:
-        endpoints = parse_endpoints(section.endpoints, f"{given.file}: rendezvous.endpoints")
-    else:
-        raise EtcError("no etcd server given; add --etcd-endpoints HOST:PORT, or --standalone for a private one")
-
-    def pem(name: str, path: Path | None) -> Path | None:
-        chosen = option(f"etcd_{name}") or path
-        source = given.source(f"etcd_{name}", f"rendezvous.tls.{name}")
-        return None if chosen is None else check_readable(Path(chosen), source)
-
-    tls = section.tls
-    ca_file, cert_file, key_file = (pem(name, getattr(tls, name)) for name in ("ca_file", "cert_file", "key_file"))
-    if (cert_file is None) != (key_file is None):
-        raise EtcError("--etcd-cert-file and --etcd-key-file go together; give both or neither")
-    user, password = option("etcd_user") or section.user, _password(given)
-    if (user is None) != (password is None):
-        raise EtcError(
-            "etcd: a password without a user; add --etcd-user NAME" if user is None else
-            f"etcd: user {user} without a password; set ETC_PASSWORD or give --etcd-password-file FILE"
-        )
-    prefix = option("etcd_prefix") or section.prefix or EtcdSettings().prefix
-    return EtcdSettings(endpoints, prefix, ca_file, cert_file, key_file, user, password)
-
-
-def _password(given: Given) -> str | None:
-    name = "etcd_password_file"
-    if name in given.line.typed:
-        return read_password(Path(given.option(name)), given.source(name, ""))
-    if password := os.environ.get("ETC_PASSWORD"):
-        return password
-    path = given.option(name) or given.job.rendezvous.password_file
-    return None if path is None else read_password(Path(path), given.source(name, "rendezvous.password_file"))
+def _node_rank(given: Given) -> int | None:
+    """The place in the order of nodes that the user asked for, if any."""
+    if given.line.given("node_rank"):
+        return int(given.line.args.node_rank)
+    text = given.rdzv_conf.get("node_rank")
+    if text is not None and not text.isdecimal():
+        raise EtcError(f"--rdzv-conf: node_rank: expected a number from 0, got {text!r}")
+    return None if text is None else int(text)
 
 
 def _run_id(given: Given, standalone: bool) -> str:
@@ -232,9 +173,6 @@ def _run_id(given: Given, standalone: bool) -> str:
     raise EtcError("the job has no name, which the nodes find each other by; give the same --rdzv-id NAME on each node")
 
 
-# ---- the rest ------------------------------------------------------------------------------------------------------
-
-
 def _timeouts(given: Given, launch_config: LaunchConfig) -> Timeouts:
     """The file's timeouts, changed by ``--rdzv-conf settle_s=2,...``; torchrun's shutdown timeout is ours."""
     timeouts = Timeouts(**given.job.timeouts.model_dump(exclude_none=True))
@@ -242,7 +180,7 @@ def _timeouts(given: Given, launch_config: LaunchConfig) -> Timeouts:
         assert launch_config.shutdown_timeout is not None
         timeouts = dataclasses.replace(timeouts, shutdown_grace_s=float(launch_config.shutdown_timeout))
     known = {field.name for field in dataclasses.fields(Timeouts)}
-    for key, text in _parse_rendezvous_config(given.line.args.rdzv_conf).items():
+    for key, text in given.rdzv_conf.items():
         name = _RDZV_CONF_NAMES.get(key, key)
         if name not in known:
             # Keys of torchrun's own backends mean nothing here; ours all end in _s.
@@ -254,7 +192,7 @@ def _timeouts(given: Given, launch_config: LaunchConfig) -> Timeouts:
             seconds = float(text)
         except ValueError:
             seconds = math.nan
-        if not 0 < seconds < math.inf:
+        if not 0 <= seconds < math.inf or (seconds == 0 and name != "settle_s"):
             raise EtcError(f"--rdzv-conf: {key}: expected a positive number of seconds, got {text!r}")
         timeouts = dataclasses.replace(timeouts, **{name: seconds})
     return timeouts

@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
-from launcher.merge import Given, job_settings
+from launcher.given import Given
+from launcher.merge import job_settings
 from launcher.options import ELASTIC_BACKEND, CommandLine, parse_command_line
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.settings import EtcdSettings, JobSettings
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from launcher.run import main, read
@@ -156,8 +156,10 @@ def test_the_config_file_may_come_from_the_environment(job_file: str, monkeypatc
 
 
 def test_rdzv_conf_changes_timeouts_by_our_names_and_by_torchruns(script: str) -> None:
-    timeouts = settings("--standalone", "--rdzv-conf", "lease_s=3,last_call_timeout=4,read_timeout=60", script).timeouts
-    assert (timeouts.lease_s, timeouts.settle_s) == (3, 4)
+    conf = "lease_s=3,last_call_timeout=4,read_timeout=6,is_host=1"
+    timeouts = settings("--standalone", "--rdzv-conf", conf, script).timeouts
+    assert (timeouts.lease_s, timeouts.settle_s, timeouts.etcd_s) == (3, 4, 6)
+    assert settings("--standalone", "--rdzv-conf", "settle_s=0", script).timeouts.settle_s == 0
     assert "did you mean lease_s?" in mistake("--standalone", "--rdzv-conf", "leese_s=3", script)
     assert "expected a positive number" in mistake("--standalone", "--rdzv-conf", "lease_s=soon", script)
 
@@ -209,6 +211,16 @@ def test_the_password_comes_from_a_file_or_the_environment_and_is_never_shown(
     monkeypatch.setenv("ETC_PASSWORD", "from-environment")
     assert settings(*common, script).etcd.password == "from-environment"
     assert settings(*common, "--etcd-password-file", str(secret), script).etcd.password == "hunter2"
+
+
+def test_rdzv_conf_of_the_torchrun_backend_means_the_same_here(script: str, tmp_path: Path) -> None:
+    secret, pem = tmp_path / "secret", tmp_path / "ca.pem"
+    secret.write_text("hunter2")
+    pem.write_text("")
+    conf = f"user=me,password_file={secret},ca_cert={pem},prefix=/p,protocol=https,node_rank=2"
+    given = settings("--rdzv-backend=etcd-v3", "--rdzv-endpoint=a:1", "--rdzv-id=x", "--rdzv-conf", conf, script)
+    assert given.etcd == EtcdSettings(("https://a:1",), "/p", pem, user="me", password="hunter2")
+    assert given.node_rank == 2
 
 
 @pytest.mark.parametrize(
@@ -264,17 +276,21 @@ def test_without_script_or_job_file_the_usage_is_torchruns(capsys: pytest.Captur
 def test_a_plain_job_runs_exactly_as_under_torchrun(tmp_path: Path) -> None:
     program = tmp_path / "show.py"
     program.write_text(
-        "import json, os, sys\n"
+        "import json, os, sys, time\n"
         "names = ['RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'TORCHELASTIC_MAX_RESTARTS']\n"
         "values = {name: os.environ[name] for name in names}\n"
-        "open(f'{sys.argv[1]}-{os.environ[\"RANK\"]}', 'w').write(json.dumps([values, sys.argv[2:]]))\n"
-        "sys.exit(3 if '--fail' in sys.argv else 0)\n"
+        "path = f'{sys.argv[1]}-{os.environ[\"RANK\"]}'\n"
+        "open(path + '.new', 'w').write(json.dumps([values, sys.argv[2:]]))\n"
+        "os.rename(path + '.new', path)\n"
+        "while not all(os.path.exists(f'{sys.argv[1]}-{rank}') for rank in (0, 1)):  # the first to fail ends both\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(3)\n"
     )
     results = {}
     for name, module in (("theirs", "torch.distributed.run"), ("ours", "launcher.run")):
         out = tmp_path / name
         command = [sys.executable, "-m", module, "--nproc-per-node=2", str(program), str(out), "--flag"]
-        ended = subprocess.run([*command, "--fail"], capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert "exitcode  : 3" in ended.stderr
         results[name] = [ended.returncode, *(json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1))]
     assert results["ours"] == results["theirs"]
