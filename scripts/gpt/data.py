@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gpt.options import OptionsError
+
 MAX_BYTES = 16 << 20
 """What is read of a folder at most: enough for any demonstration, and quick to load."""
 
@@ -17,7 +19,7 @@ class ByteSamples:
     """``samples[i]``: int64 tensor of `sequence` + 1 bytes. `i` is unbounded: each pass over the text has its order.
 
     Raises:
-        ValueError: there is no text at `path`, or too little.
+        OptionsError: there is no text at `path`, or too little.
     """
 
     def __init__(self, path: Path | None, sequence: int, seed: int) -> None:
@@ -25,7 +27,7 @@ class ByteSamples:
         self._sequence = sequence
         self._num_windows = (len(self._text) - 1) // sequence
         if self._num_windows < 1:
-            raise ValueError(f"{path} holds {len(self._text)} bytes of text; a sample needs {sequence + 1}")
+            raise OptionsError(f"{path} holds {len(self._text)} bytes of text; a sample needs {sequence + 1}")
         num_windows = self._num_windows
         self._order = lru_cache(maxsize=2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(num_windows))
 
@@ -37,7 +39,7 @@ class ByteSamples:
 
 def _read(path: Path, pattern: str) -> np.ndarray:
     if not path.exists():
-        raise ValueError(f"--data {path} does not exist; give a text file or a folder of them")
+        raise OptionsError(f"--data {path} does not exist; give a text file or a folder of them")
     files = [path] if path.is_file() else sorted(file for file in path.rglob(pattern) if file.is_file())
     chunks: list[bytes] = []
     num_bytes = 0

@@ -12,6 +12,10 @@ from etc_agent.parallel.config import ParallelConfig
 VOCABULARY = 256
 
 
+class OptionsError(ValueError):
+    """Options that cannot work, or not with this parallel config: one line for the user."""
+
+
 @dataclass(frozen=True, slots=True)
 class GptOptions:
     """A GPT over bytes and its training recipe. `hidden` is the width, `sequence` the tokens of a sample.
@@ -20,7 +24,7 @@ class GptOptions:
     sums alone. `clip`: largest global gradient norm, 0 for no clipping.
 
     Raises:
-        ValueError: the options contradict each other.
+        OptionsError: the options contradict each other.
     """
 
     layers: int = 4
@@ -41,14 +45,14 @@ class GptOptions:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "global_batch", "microbatch"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+                raise OptionsError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         if self.hidden % self.heads or self.hidden // self.heads % 2:
-            raise ValueError(
+            raise OptionsError(
                 f"--hidden {self.hidden} over --heads {self.heads} must give heads of an even width; "
                 f"use a multiple of {2 * self.heads}"
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"--dropout must be in 0 .. 1, not {self.dropout}")
+            raise OptionsError(f"--dropout must be in 0 .. 1, not {self.dropout}")
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
@@ -70,28 +74,28 @@ class GptOptions:
         """Check that the model can be trained with `config`.
 
         Raises:
-            ValueError: it cannot; the message says why in one line.
+            OptionsError: it cannot; the message says why in one line.
         """
         if self.heads % config.tp:
-            raise ValueError(
+            raise OptionsError(
                 f"{config}: {self.heads} heads cannot be divided over tp={config.tp}; choose a tp that divides them"
             )
         if self.layers < config.pp:
-            raise ValueError(
+            raise OptionsError(
                 f"{config}: {self.layers} layers cannot fill pp={config.pp} stages; choose pp <= {self.layers}"
             )
         if self.global_batch % (config.dp * self.microbatch):
-            raise ValueError(
+            raise OptionsError(
                 f"{config}: a global batch of {self.global_batch} cannot be divided over dp={config.dp} into "
                 f"microbatches of {self.microbatch}; make it a multiple of {config.dp * self.microbatch}"
             )
         if self.num_microbatches(config) < config.pp:
-            raise ValueError(
+            raise OptionsError(
                 f"{config}: {self.num_microbatches(config)} microbatches per dp rank cannot keep pp={config.pp} stages "
                 f"busy; choose --global-batch >= {config.dp * self.microbatch * config.pp} or a smaller --microbatch"
             )
         if self.dropout and config.tp > 1:
-            raise ValueError(
+            raise OptionsError(
                 f"{config}: --dropout {self.dropout} needs tp=1, since tp ranks draw different random numbers"
             )
 

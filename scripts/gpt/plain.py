@@ -14,7 +14,7 @@ from etc_agent.integrations.native import TrainState, create_optimizer_state, in
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.context import ParallelContext, local_sample_ids
 from gpt.data import ByteSamples
-from gpt.options import GptOptions
+from gpt.options import GptOptions, OptionsError
 from gpt.training import build
 
 
@@ -23,11 +23,11 @@ def plain_world(config: ParallelConfig, global_batch: int) -> Iterator[ParallelC
     """torch.distributed as torchrun's environment describes it, on the parallel grid of `config`.
 
     Raises:
-        ValueError: the number of workers is not that of `config`.
+        OptionsError: the number of workers is not that of `config`.
     """
     world_size = int(os.environ["WORLD_SIZE"])
     if config.num_ranks != world_size:
-        raise ValueError(f"{config} needs {config.num_ranks} workers, torchrun started {world_size}")
+        raise OptionsError(f"{config} needs {config.num_ranks} workers, torchrun started {world_size}")
     device = _device()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:

@@ -34,7 +34,7 @@ def build(options: GptOptions, parallel: ParallelContext) -> TrainState:
     """This rank's part of the model and optimizer; runs on the meta device.
 
     Raises:
-        ValueError: the model cannot be trained with `parallel.config`.
+        OptionsError: the model cannot be trained with `parallel.config`.
     """
     config = parallel.config
     options.check(config)
@@ -90,12 +90,6 @@ def train(state: TrainState, parallel: ParallelContext, batch: torch.Tensor) -> 
     if runtime.clip:
         clip_gradients(state.model, runtime.clip, parallel)
     return summed[0].item() if summed else None
-
-
-def report_rank(parallel: ParallelContext) -> bool:
-    """Whether this is the one rank that reports losses: on the last stage, first of dp and tp."""
-    place = parallel.coordinate
-    return place.pp == parallel.config.pp - 1 and place.dp == 0 and place.tp == 0
 
 
 def _pipeline_stage(model: Gpt, options: GptOptions, parallel: ParallelContext) -> PipelineStage:
