@@ -2,7 +2,8 @@
 
 Costs count layers and tp slices (Fig. 4, Fig. 5), the axes are merged by the printed rules, pairs come from
 Algorithm 1, and every dp group is isolated: it takes its state from its own former workers only, and a new group is one
-whole copy (section III-C). The virtual rank allocator (Algorithm 2) is not repeated: docs/planner.md says what is wrong with it.
+whole copy (section III-C). The virtual rank allocator (Algorithm 2) is not repeated: docs/planner.md says what is wrong
+with it.
 """
 
 from __future__ import annotations

