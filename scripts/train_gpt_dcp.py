@@ -1,0 +1,98 @@
+"""Changing a job's size by a restart, for comparison: save a PyTorch distributed checkpoint, start again, load it.
+
+    torchrun --nproc-per-node 2 scripts/train_gpt_dcp.py --parallel PP2TP1DP1 --save-dir /dev/shm/checkpoint --steps 20
+    torchrun --nproc-per-node 4 scripts/train_gpt_dcp.py --parallel PP2TP2DP1 --save-dir /dev/shm/checkpoint --resume \
+        --steps 40
+
+Trains the model of train_gpt.py up to `--steps`, then saves. The checkpoint holds what a session moves: parameters,
+buffers, optimizer state, schedule, step; PyTorch reshards it on loading. Rank 0 prints one JSON line per event, with
+the time of day in seconds: imported (Python and its modules are up), ready (state restored or initialised), first_step and
+last_step (the end of that step), saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from gpt.data import ByteSamples
+from gpt.options import GptOptions, OptionsError
+from gpt.plain import apply_update, batch_of, build_real, plain_world
+from gpt.records import StepLog
+from gpt.training import train
+
+from etc_agent.integrations.native import TrainState, host_state, load_host_state
+from etc_agent.integrations.tensors import named_tensors
+from etc_agent.parallel.config import ParallelConfig
+
+
+def save(state: TrainState, step: int, folder: Path) -> None:
+    """Write a checkpoint of the state before step `step`. Collective."""
+    dcp.save({**named_tensors(state), "host": _host(state, step)}, checkpoint_id=folder)
+
+
+def load(state: TrainState, folder: Path) -> int:
+    """Fill `state` from a checkpoint of any parallel config. Collective. Returns the step to go on with."""
+    contents: dict[str, Any] = {**named_tensors(state), "host": _host(state, 0)}
+    dcp.load(contents, checkpoint_id=folder)
+    host = json.loads(contents["host"])
+    load_host_state(state, host["state"])
+    return host["step"]
+
+
+def event(name: str, **details: Any) -> None:
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps({"event": name, "time": time.time(), **details}), flush=True)
+
+
+def run(options: GptOptions, config: ParallelConfig, folder: Path | None, is_resumed: bool, log: StepLog) -> None:
+    data = ByteSamples(options.data, options.sequence, options.seed)
+    with plain_world(config, options.global_batch) as parallel:
+        state = build_real(options, parallel)
+        first = load(state, folder) if is_resumed and folder is not None else 0
+        event("ready", step=first, config=str(config))
+        log.start()
+        for step in range(first, options.steps):
+            loss = train(state, parallel, batch_of(data, step, parallel))
+            apply_update(state)
+            log.step(step, loss, parallel)
+            if step == first:
+                event("first_step", step=step)
+        event("last_step", step=options.steps - 1)
+        if folder is not None:
+            save(state, options.steps, folder)
+            event("saved", step=options.steps)
+
+
+def _host(state: TrainState, step: int) -> str:
+    return json.dumps({"step": step, "state": host_state(state)})
+
+
+def main() -> None:
+    event("imported")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    GptOptions.add_arguments(parser)
+    parser.add_argument("--parallel", type=ParallelConfig.parse, required=True, help="such as PP2TP2DP1")
+    parser.add_argument("--save-dir", type=Path, help="folder of the checkpoint")
+    parser.add_argument("--resume", action="store_true", help="begin with the checkpoint in --save-dir")
+    parser.add_argument("--step-log", type=Path, help="append a JSON line per step to this file")
+    arguments = parser.parse_args()
+    if arguments.resume and arguments.save_dir is None:
+        parser.error("--resume needs --save-dir, the folder of the checkpoint")
+    torch.set_num_threads(1)
+    try:
+        options = GptOptions.from_arguments(arguments)
+        run(options, arguments.parallel, arguments.save_dir, arguments.resume, StepLog(arguments.step_log))
+    except OptionsError as error:
+        sys.exit(f"train_gpt_dcp: {error}")
+
+
+if __name__ == "__main__":
+    main()
