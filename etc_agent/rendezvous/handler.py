@@ -26,7 +26,6 @@ from torch.distributed.elastic.events import NodeState, construct_and_record_rdz
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousHandlerCreator,
     RendezvousInfo,
@@ -117,7 +116,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousClosedError: the run has ended, or ends in failure while we wait.
-            RendezvousGracefulExitError: it ends well while we wait; there is nothing left to do.
+            SystemExit: it ends well while we wait, so this process has nothing left to do (exit code 0).
             RendezvousTimeoutError: it took longer than join_timeout.
             RendezvousConnectionError: etcd did not answer for as long.
         """
@@ -215,7 +214,9 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             if ending is Ending.FINISHED:
                 if self._generation:
                     raise RendezvousClosedError(f"run {self._keys.run_id} has ended on another node")
-                raise RendezvousGracefulExitError(f"run {self._keys.run_id} has ended; this spare node was not needed")
+                # Torch has RendezvousGracefulExitError for this, but its launcher then fails on the missing result.
+                log.info("run %s has ended; this spare node was not needed", self._keys.run_id)
+                raise SystemExit(0)
             if self._name in view.roster.members and view.roster.generation > waits_after:
                 return view.roster
             remaining_s = deadline - time.monotonic()

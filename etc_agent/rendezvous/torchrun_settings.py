@@ -16,7 +16,7 @@ from etc_agent.rendezvous.transport import parse_endpoint
 
 log = logging.getLogger(__name__)
 
-PASSWORD_VARIABLE = "ETC_RUN_ETCD_PASSWORD"
+PASSWORD_VARIABLE = "ETC_PASSWORD"
 
 _KNOWN = {
     "timeout": "join_timeout under the name that torchrun itself sets",
