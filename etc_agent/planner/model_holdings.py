@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
@@ -42,9 +43,10 @@ def model_holdings(previous: Sharding, current: Sharding) -> Holdings:
     for (specs, before), (_, after) in zip(previous.sections(), current.sections(), strict=True):
         cells: dict[tuple[_Parts, _Parts, int | None], int] = {}
         for spec in specs:
-            for elements, parts_before, parts_after in _cells(spec, previous.config.tp, current.config.tp):
-                cell = (parts_before, parts_after, spec.expert)
-                cells[cell] = cells.get(cell, 0) + elements * item_bytes
+            across = prod(spec.shape) // (1 if spec.tp_dim is None else spec.shape[spec.tp_dim])
+            for cell in cells_of(spec, previous.config.tp, current.config.tp):
+                key = (cell.before, cell.after, spec.expert)
+                cells[key] = cells.get(key, 0) + (cell.end - cell.start) * across * item_bytes
         for (stages_before, stages_after), count in Counter(zip(before, after, strict=True)).items():
             for (parts_before, parts_after, expert), size in cells.items():
                 atom = (stages_before, parts_before, stages_after, parts_after, expert)
@@ -56,20 +58,32 @@ def model_holdings(previous: Sharding, current: Sharding) -> Holdings:
     )
 
 
-def _cells(spec: TensorSpec, tp_before: int, tp_after: int) -> Iterator[tuple[int, _Parts, _Parts]]:
-    """(elements, previous tp parts that hold it, current ones that do) of every cell along the dim that tp cuts."""
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """[start, end) along the dim that tp cuts, held by the tp parts `before` and needed by the parts `after`.
+
+    A tensor that tp does not cut has one cell, [0, 1).
+    """
+
+    start: int
+    end: int
+    before: _Parts
+    after: _Parts
+
+
+def cells_of(spec: TensorSpec, tp_before: int, tp_after: int) -> Iterator[Cell]:
+    """The cells of a tensor of `spec` between all cuts of both generations."""
     if spec.tp_dim is None:
-        yield prod(spec.shape), tuple(range(tp_before)), tuple(range(tp_after))
+        yield Cell(0, 1, tuple(range(tp_before)), tuple(range(tp_after)))
         return
     sides = [[(part, spec.intervals(tp, part)) for part in range(tp)] for tp in (tp_before, tp_after)]
     cuts = sorted({edge for side in sides for _, intervals in side for interval in intervals for edge in interval})
-    across = prod(spec.shape) // spec.shape[spec.tp_dim]
     for start, end in pairwise(cuts):
         before, after = (
             tuple(part for part, intervals in side if any(low <= start and end <= high for low, high in intervals))
             for side in sides
         )
-        yield (end - start) * across, before, after
+        yield Cell(start, end, before, after)
 
 
 def _matrix(rows: list[NDArray[np.int64]], num_rows: int) -> csr_matrix:
