@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +100,7 @@ def password_of(file: Path | None) -> str | None:
     return read_password(file, "--etcd-password-file") if file else os.environ.get("ETC_PASSWORD") or None
 
 
-class _Group(click.Group):
-    """`plan` is loaded only when it is asked for: it needs numpy and scipy, the rest does not."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "plan"])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name == "plan":
-            from launcher.plan_command import plan
-
-            return plan
-        return super().get_command(ctx, cmd_name)
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Look at a running job, and ask it to change its size."""
 
@@ -190,6 +177,15 @@ def events(client: EtcdClient, keys: JobKeys, as_json: bool) -> None:
             click.echo(json.dumps(dataclasses.asdict(record)))
     else:
         console().print(history_table(records))
+
+
+@cli.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []}, short_help="What a change would move."
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def plan(arguments: tuple[str, ...]) -> None:
+    """What a change would move, worked out without a job. Loaded when asked for: it needs numpy and scipy."""
+    import_module("launcher.plan_command").plan.main(list(arguments), prog_name="etc-ctl plan")
 
 
 def snapshot_of(client: EtcdClient, keys: JobKeys) -> Snapshot:

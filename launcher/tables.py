@@ -31,27 +31,41 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def history_table(records: Iterable[History]) -> Table:
-    """One row per generation: what changed, what it moved and how long training stood still."""
+def history_table(records: Iterable[History], step_ms: Mapping[int, float] | None = None) -> Table:
+    """One row per generation: what changed, what it moved and how long training stood still.
+
+    `step_ms`: see `stopped_training`.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in _COLUMNS:
         is_text = name in ("why", "stopped training")
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=not is_text)
     for record in records:
         outcome = record.outcome if record.outcome == "committed" else f"[red]{record.outcome}"
+        migrated = record.previous != 0
         table.add_row(
             str(record.generation), record.config, outcome, record.why or record.reason, str(record.kept),
-            str(record.started), str(record.stopped), size(record.moved_bytes) if record.previous else "",
-            stopped_training(record), str(record.step) if record.previous else "",
+            str(record.started), str(record.stopped), size(record.moved_bytes) if migrated else "",
+            stopped_training(record, step_ms or {}), str(record.step) if migrated else "",
         )
     return table
 
 
-def stopped_training(record: History) -> str:
-    """``212 ms (migrate 120, swap 40)``: whole, then by phase."""
+def stopped_training(record: History, step_ms: Mapping[int, float]) -> str:
+    """``212 ms (migrate 120, swap 40)``: whole, then by phase.
+
+    The whole runs to the end of the first step of the new generation. Where `step_ms` (generation -> milliseconds of
+    an ordinary step) knows that generation, such a step is taken off; else the text says that it is part of it.
+    """
     phases = ", ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in record.phases_ms.items())
-    whole = "" if record.stop_ms is None else f"{record.stop_ms:.0f} ms"
-    return f"{whole} ({phases})".strip() if phases else whole
+    if record.stop_ms is None:
+        return phases and f"({phases})"
+    ordinary = step_ms.get(record.generation)
+    if ordinary is None:
+        whole = f"{record.stop_ms:.0f} ms with the first step"
+    else:
+        whole = f"{max(record.stop_ms - ordinary, 0.0):.0f} ms"
+    return f"{whole} ({phases})" if phases else whole
 
 
 def status_table(fields: Mapping[str, Any]) -> Table:

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -167,7 +168,7 @@ class Administrator:
             if record is not None:
                 self._shown.print(
                     f"  [green]{config}[/] from step {record.step}: {record.kept} workers kept, {record.started} "
-                    f"started, {record.stopped} stopped; training stood still for {record.stop_ms:.0f} ms"
+                    f"started, {record.stopped} stopped; the first step ended after {record.stop_ms:.0f} ms"
                 )
                 return record
         raise AssertionError("until() raises when the time is over")
@@ -193,6 +194,14 @@ class Administrator:
         item = now.get(self._keys.history(reply.generation or 0))
         record = History.from_json(item.json()) if item and reply.result is Result.DONE else None
         return record if record is not None and record.stop_ms is not None else None
+
+
+def median_step_ms(steps: list[dict[str, Any]]) -> dict[int, float]:
+    """Milliseconds of a median step of each generation, its first one apart."""
+    durations: dict[int, list[float]] = defaultdict(list)
+    for line in steps:
+        durations[line["generation"]].append(line["step_s"] * 1e3)
+    return {generation: statistics.median(times[1:]) for generation, times in durations.items() if len(times) > 1}
 
 
 def processes_by_generation(samples: Path) -> dict[int, set[int]]:
@@ -271,9 +280,12 @@ def main(config: Path, steps_between: int, timeout_s: float) -> None:
                 history = administrator.history()
                 administrator.close()
             shown.print("seen enough; stopping the job with SIGTERM")
-        shown.print(history_table(history))
+        steps = job.steps()
+        step_ms = median_step_ms(steps)
+        shown.print(history_table(history, step_ms))
+        shown.print("stopped training: from the last step's end to the first one's, less a median step of the new size")
         check_run(history, job, shown)
-        draw_loss(job.steps(), history, out / "loss.png")
+        draw_loss(steps, history, step_ms, out / "loss.png")
         shown.print(f"the loss, with the changes marked: {out / 'loss.png'}", highlight=False)
     except KeyboardInterrupt:
         shown.print("interrupted; the job was stopped")

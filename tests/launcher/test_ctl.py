@@ -177,6 +177,10 @@ def test_status_and_events_show_what_the_leader_wrote(endpoint: str, client: Etc
     assert "3.0 MiB" in ctl(endpoint, "events").stdout
 
 
+def test_help_needs_no_job(endpoint: str) -> None:
+    assert "plan    What a change would move." in ctl(endpoint, "--help", run_id=None).stdout
+
+
 def test_the_run_id_may_be_left_out_where_there_is_one_job(endpoint: str, client: EtcdClient, keys: JobKeys) -> None:
     assert ctl(endpoint, "status", run_id=None).returncode == 0
     client.put(JobKeys("other").leader, "x")
