@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from etc_agent.control.channel import Channel
-from etc_agent.control.messages import FirstStep, Progress, Raised, Switched
+from etc_agent.control.messages import FirstStep, Progress, Raised, Refused, Switched
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState
 from etc_agent.parallel.config import ParallelConfig
@@ -26,7 +26,7 @@ from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_lin
 from etc_agent.worker.reconfiguration import Reconfiguration
 from etc_agent.worker.settings import Record, Settings
 from etc_agent.worker.start import start_fresh
-from etc_agent.worker.switch import Switch, switch
+from etc_agent.worker.switch import Switch, SwitchError, switch
 from etc_agent.worker.vote import Ballot
 from etc_agent.worker.world import deactivate, install
 
@@ -251,7 +251,7 @@ class Session:
         assert self._reconfiguration is not None
         outcome = switch(prepared, self._live, self._step, self._settings, self._environment.verify_dir)
         if not outcome.is_committed:
-            self._stay(prepared)
+            self._stay(prepared, outcome.error)
             return
         if self._live is not None:
             outcome.start = self._step_end
@@ -267,9 +267,11 @@ class Session:
             raise SystemExit(0)
         self._switched = outcome
 
-    def _stay(self, prepared: PreparedGeneration) -> None:
+    def _stay(self, prepared: PreparedGeneration, error: str) -> None:
         """The migration's vote failed: the previous generation goes on as if nothing had been."""
+        assert self._reconfiguration is not None
         generation = prepared.generation.id
+        self._reconfiguration.report(Refused(generation, error or "the migration failed on another worker"))
         prepared.close()
         if self._live is None:
             raise SystemExit(0)
@@ -297,7 +299,7 @@ def _let_go(retired: list[Any]) -> None:
 
 def _is_of_user_code(error: BaseException) -> bool:
     """Whether `error` is the job's own failure, not a request to stop or a lost peer (which others report)."""
-    if not isinstance(error, Exception) or isinstance(error, dist.DistError):
+    if not isinstance(error, Exception) or isinstance(error, dist.DistError | SwitchError):
         return False
     return not (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 

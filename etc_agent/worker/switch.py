@@ -30,7 +30,13 @@ from etc_agent.worker.vote import Ballot, minimum
 from etc_agent.worker.world import activate, deactivate, entered
 
 _log = logging.getLogger(__name__)
+
+
 _DONE_TAG = 1 << 30
+
+
+class SwitchError(EtcError):
+    """A worker was lost while the job changed. Whether the others switched is not known here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +44,8 @@ class Switch:
     """What came of a switch. `is_committed`: the new generation is in force; else the old one still is.
 
     `start`: when this worker knew the switch had begun (`time.perf_counter`); `step`: the first of the new generation.
-    `farewells`: sends to the workers that leave, to be waited for before the group goes.
+    `farewells`: sends to the workers that leave, to be waited for before the group goes. `error`: why this worker
+    voted against, "" where it did not.
     """
 
     is_committed: bool
@@ -49,6 +56,7 @@ class Switch:
     received_bytes: int = 0
     referred_bytes: int = 0
     farewells: list[dist.Work] = field(default_factory=list)
+    error: str = ""
 
 
 def switch(
@@ -61,7 +69,7 @@ def switch(
     """Move into `prepared`; `live` is None on a worker that joins, `step` the next step on one that does not.
 
     Raises:
-        EtcError: a worker was lost before the vote's result was known.
+        SwitchError: a worker was lost before the vote's result was known.
     """
     outcome = Switch(False, step, time.perf_counter())
     try:
@@ -70,7 +78,7 @@ def switch(
         with _phase(outcome, "vote"):
             outcome.is_committed = minimum(prepared.group, Ballot(ok, 0)).ok
     except RuntimeError as error:
-        raise EtcError(
+        raise SwitchError(
             f"the switch to generation {prepared.generation.id} broke off before its vote: {one_line(error)}"
         ) from error
     if outcome.is_committed:
@@ -108,7 +116,8 @@ def _migrate(
             if prepared.next is not None:
                 load_host_state(prepared.next.state, carried)
     except Exception as error:
-        _log.error("generation %d: migration failed: %s", prepared.generation.id, one_line(error), exc_info=True)
+        outcome.error = one_line(error)
+        _log.error("generation %d: migration failed: %s", prepared.generation.id, outcome.error, exc_info=True)
         return False
     outcome.sent_bytes, outcome.received_bytes = report.sent_bytes, report.received_bytes
     outcome.referred_bytes = report.referred_bytes

@@ -134,6 +134,7 @@ def install() -> None:
             "init_process_group was called before etc.session(); remove it, the session makes the process groups"
         )
     c10d._world = _SwappableWorld()
+    _tell_meshes_apart()
     dist.init_process_group = c10d.init_process_group = _explaining(c10d.init_process_group)  # type: ignore[assignment]
 
 
@@ -149,6 +150,26 @@ def _explaining(init_process_group: Callable[..., None]) -> Callable[..., None]:
         init_process_group(*args, **kwargs)
 
     return explaining
+
+
+def _tell_meshes_apart() -> None:
+    """Make meshes of two worlds unequal.
+
+    For torch two meshes are equal where their shapes and ranks are. DTensor's caches, kept by each thread (autograd's
+    too) and keyed by meshes, would then answer with a mesh of an earlier generation, and so with groups that are gone.
+    """
+    same_ranks = DeviceMesh.__eq__
+
+    def same(mesh: DeviceMesh, other: object) -> bool:
+        if mesh is other:
+            return True
+        return isinstance(other, DeviceMesh) and _number_of(mesh) == _number_of(other) and same_ranks(mesh, other)
+
+    DeviceMesh.__eq__ = same  # type: ignore[method-assign]
+
+
+def _number_of(mesh: DeviceMesh) -> int:
+    return getattr(mesh._get_root_mesh(), "etc_world", 0)
 
 
 def _swappable() -> _SwappableWorld:
@@ -177,8 +198,7 @@ def entered(world: World) -> Iterator[None]:
 def activate(world: World) -> None:
     """From now on torch.distributed means `world`, in every thread that has not entered another.
 
-    DTensor's caches are emptied in the calling thread: meshes of two generations compare equal where their ranks do,
-    so a cached sharding would carry the old generation's mesh, and with it groups that are about to go.
+    The calling thread's caches of DTensor are emptied: what they know is of meshes that do not come back.
     """
     _swappable().__dict__["active"] = world.contents
     c10d._update_default_pg(world.contents.default_pg)
@@ -268,6 +288,7 @@ def _build(
             if axis is not everyone:
                 groups.append(axis)
         mesh = DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=AXES)
+        mesh.etc_world = number  # type: ignore[attr-defined]
     return World(config, rank, mesh, contents, excepthook, groups)
 
 

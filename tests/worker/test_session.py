@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mini_agent import NODE, MiniAgent
 
-from etc_agent.control.messages import Prepared, Raised, Refused
+from etc_agent.control.messages import Armed, Prepared, Raised, Refused
 from etc_agent.parallel.topology import Slot
 
 JOB = str(Path(__file__).with_name("tiny_job.py"))
@@ -136,6 +136,40 @@ def test_a_withdrawn_generation_leaves_the_present_one_training_and_its_joiners_
         assert agent.steps()[-1]["generation"] == 1
         agent.change("DP2")
         agent.first_steps()
+
+
+def test_a_migration_that_fails_on_one_worker_is_voted_down_and_everyone_stays(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02, fault={"forget_scheduler": [2, 1]}) as agent:
+        agent.start("PP2")
+        generation, everyone = agent.prepare("TP2")
+        for each in everyone:
+            agent.hear(each, Prepared, generation=generation.id)
+            agent.send(each, Armed(generation.id))
+        reasons = {agent.hear(each, Refused, generation=generation.id).error for each in everyone}
+        assert reasons == {
+            "build() must make a scheduler in every generation and on every rank, or in none",
+            "the migration failed on another worker",
+        }
+        agent.change("DP2")
+        agent.first_steps()
+        assert {line["generation"] for line in agent.steps()} == {1, 3}
+
+
+def test_a_worker_lost_during_the_switch_ends_the_others_with_one_line(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+        agent.start("PP2")
+        generation, everyone = agent.prepare("PP3")
+        for each in everyone:
+            agent.hear(each, Prepared, generation=generation.id)
+        joiner = agent.workers.pop(slot(2))
+        agent.gone.append(joiner)
+        joiner.process.kill()
+        joiner.process.join()
+        for each in everyone[:2]:
+            agent.send(each, Armed(generation.id))
+        assert set(agent.finish().values()) == {1}
+        assert "SwitchError: the switch to generation 2 broke off before its vote" in agent.logs()
+        assert not any(isinstance(message, Raised) for worker in agent.workers.values() for message in worker.heard)
 
 
 def test_an_exception_in_user_code_is_told_to_the_agent_and_surfaces_with_its_traceback(tmp_path: Path) -> None:

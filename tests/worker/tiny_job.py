@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import etc_agent as etc
 
 LAYERS, WIDTH, HIDDEN = 5, 8, 12
+FAULT: dict[str, Any] = {}
 
 
 class Block(nn.Module):
@@ -58,6 +59,8 @@ def build(parallel: etc.ParallelContext) -> etc.TrainState:
         parallelize_module(model, parallel.mesh["tp"], plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
+    if FAULT.get("forget_scheduler") == [parallel.generation, parallel.rank]:
+        scheduler = None
     return etc.TrainState(model, optimizer, scheduler, init=initialise)
 
 
@@ -98,6 +101,7 @@ def train(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Ten
 
 def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    FAULT.update(fault)
     ids: dict[str, Any] = {}
     with etc.session(
         build, global_batch=12, seed=7, record=lambda step, seen: ids.update(step=step, ids=list(seen)),
