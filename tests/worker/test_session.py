@@ -152,7 +152,7 @@ def test_a_migration_that_fails_on_one_worker_is_voted_down_and_everyone_stays(t
         }
         agent.change("DP2")
         agent.first_steps()
-        assert {line["generation"] for line in agent.steps()} == {1, 3}
+        agent.wait_for(lambda: {line["generation"] for line in agent.steps()} == {1, 3}, "steps in generation 3")
 
 
 def test_a_worker_lost_during_the_switch_ends_the_others_with_one_line(tmp_path: Path) -> None:
