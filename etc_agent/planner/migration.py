@@ -17,6 +17,7 @@ from hashlib import sha256
 
 from etc_agent.planner.coverage import Coverage, Need, find_coverage
 from etc_agent.planner.errors import PlanError
+from etc_agent.planner.memory import fit_rounds
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 from etc_agent.planner.rounds import make_rounds
 from etc_agent.state.algebra import split_box
@@ -34,16 +35,19 @@ def make_plan(
     round_bytes: int = 64 << 20,
     round_transfers: int = 1024,
     nodes: Sequence[int] | None = None,
+    budget_bytes: int | None = None,
 ) -> MigrationPlan:
     """The plan that turns `previous` into `current`, where entry i of both is worker i's manifest.
 
     A worker that joins, or whose state is lost, has an empty previous manifest; one that leaves an empty current one.
     `round_bytes`: most bytes that one worker sends, and most that it receives, in one round. `round_transfers`: most
     transfers that one worker takes part in per round. `nodes`: worker -> number of its node; then a source on the
-    receiver's own node is preferred, and load is balanced over nodes before workers.
+    receiver's own node is preferred, and load is balanced over nodes before workers. `budget_bytes`: most bytes of
+    state that a worker may hold at any time, in ``release`` mode (`etc_agent.planner.memory`).
 
     Raises:
         MissingSourceError: a needed box is held by nobody.
+        PlanError: the budget cannot be met.
         PlanError: manifests disagree about a tensor, a shard is outside its tensor, or one worker's shards overlap.
     """
     if len(previous) != len(current):
@@ -54,8 +58,14 @@ def make_plan(
         raise PlanError(f"{len(nodes)} entries in `nodes`, but {len(current)} workers")
     coverage = find_coverage(previous, current)
     transfers = _choose_sources(coverage, len(current), round_bytes, nodes)
-    rounds = make_rounds(transfers, len(current), round_bytes=round_bytes, round_transfers=round_transfers)
     refers = tuple([Refer(k.worker, t, k.box, k.source_box, k.target_box) for t, k in coverage.kept()])
+    if budget_bytes is None:
+        rounds = make_rounds(transfers, len(current), round_bytes=round_bytes, round_transfers=round_transfers)
+    else:
+        rounds = fit_rounds(
+            transfers, refers, previous, current,
+            budget_bytes=budget_bytes, round_bytes=round_bytes, round_transfers=round_transfers,
+        )
     return MigrationPlan(len(current), refers, rounds, _digest(len(current), coverage, rounds))
 
 

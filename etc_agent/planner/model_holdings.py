@@ -42,9 +42,13 @@ def model_holdings(previous: Sharding, current: Sharding) -> Holdings:
     sizes: dict[_Atom, int] = {}
     for (specs, before), (_, after) in zip(previous.sections(), current.sections(), strict=True):
         cells: dict[tuple[_Parts, _Parts, int | None], int] = {}
+        cuts: dict[tuple[object, ...], list[Cell]] = {}
         for spec in specs:
             across = prod(spec.shape) // (1 if spec.tp_dim is None else spec.shape[spec.tp_dim])
-            for cell in cells_of(spec, previous.config.tp, current.config.tp):
+            alike = (spec.tp_dim is None, spec.blocks)
+            if alike not in cuts:
+                cuts[alike] = list(cells_of(spec, previous.config.tp, current.config.tp))
+            for cell in cuts[alike]:
                 key = (cell.before, cell.after, spec.expert)
                 cells[key] = cells.get(key, 0) + (cell.end - cell.start) * across * item_bytes
         for (stages_before, stages_after), count in Counter(zip(before, after, strict=True)).items():

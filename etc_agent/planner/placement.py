@@ -38,8 +38,8 @@ _BETWEEN_WEIGHTS = (1e-3, 1e-6)
 """Worth of a byte kept on its node, to choose among placements that move equally little; the first that is safe."""
 _MAX_TORN = 8
 """Choices of which tp groups are torn, where some must be, that are all solved."""
-_MAX_TRIES = 80
-"""Exchanges tried for a problem too large to be solved exactly."""
+_MAX_WORK = 1600
+"""Ranks times exchanges tried for a problem too large to be solved exactly."""
 _MAX_IMPROVED = 256
 """Ranks up to which exchanges are tried."""
 
@@ -291,7 +291,7 @@ class _Search:
             improved = False
             for option in self._neighbours(best, nodes):
                 tries += 1
-                if tries > _MAX_TRIES:
+                if tries * self.spots.num_ranks > _MAX_WORK:
                     return best
                 value = self._order(option, least)
                 if value < order:
