@@ -15,14 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from etc_agent.rendezvous.errors import (
     AmbiguousError,
     ClientClosedError,
-    EtcdAuthError,
     EtcdError,
-    EtcdUnavailable,
+)
+from etc_agent.rendezvous.quiet_grpc import grpc
+from etc_agent.rendezvous.reasons import (
+    is_worth_another_endpoint,
+    refusal,
+    shorten,
+    speaks_of_token,
+    unavailable,
+    was_not_applied,
 )
 from etc_agent.rendezvous.wire import MESSAGES, message, serialize
 
@@ -173,9 +178,9 @@ class Transport:
             except grpc.RpcError as error:
                 self._check_open()
                 reason = self.failed(link, error)
-                if not is_repeatable and not _was_not_applied(reason):
+                if not is_repeatable and not was_not_applied(reason):
                     raise AmbiguousError(
-                        f"etcd was asked to apply a transaction and did not answer ({_short(reason)}); "
+                        f"etcd was asked to apply a transaction and did not answer ({shorten(reason)}); "
                         "it may or may not have been applied"
                     ) from None
             except ValueError:  # grpc's way to say that the channel was closed under us
@@ -183,15 +188,9 @@ class Transport:
                 raise
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
-                raise self.unavailable(budget_s, reason)
+                raise unavailable(self.addresses, budget_s, reason, uses_tls=self._credentials is not None)
             self.sleep(min(delay_s, remaining_s))
             delay_s = min(_LONGEST_DELAY_S, 2 * delay_s)
-
-    def unavailable(self, tried_s: float, reason: str) -> EtcdUnavailable:
-        return EtcdUnavailable(
-            f"etcd does not answer at {', '.join(self.addresses)} (tried for {tried_s:g} s: {_short(reason)}); "
-            "is it running, and is the address right?"
-        )
 
     def open_stream(
         self, link: Link, method: Method, requests: Iterator[Any], metadata: Sequence[tuple[str, str]]
@@ -226,32 +225,21 @@ class Transport:
             EtcdError: it does not.
         """
         code, reason = error.code(), error.details() or ""
-        if self.token_refused(link, reason):
-            return reason
-        is_from_etcd = reason.startswith(("etcdserver:", "auth:"))
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED) or (
-            # a connection that breaks at a bad moment
-            code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED) and not is_from_etcd
-        ):
+        if speaks_of_token(reason) and self._user is not None:
+            self.forget_token(link)
+        elif is_worth_another_endpoint(code, reason):
             self.go_to_next_endpoint(link)
-            return reason
-        if "too many requests" in reason:
-            return reason
-        raise _refusal(code, reason, self._user)
+        elif "too many requests" not in reason:
+            raise refusal(code, reason, self._user)
+        return reason
 
     def go_to_next_endpoint(self, link: Link) -> None:
         with self._lock:
             if self._position == link.position:  # else another thread has moved on already
                 self._position += 1
 
-    def token_refused(self, link: Link, reason: str) -> bool:
-        """Whether `reason` speaks of our token; if so the next link gets a new one."""
-        if "invalid auth token" not in reason and "revision of auth store is old" not in reason:
-            return False
-        self.forget_token(link)
-        return self._user is not None
-
     def forget_token(self, link: Link) -> None:
+        """The next link gets a new token."""
         with self._lock:
             if self._token == link.token:
                 self._token = None
@@ -300,39 +288,3 @@ class Transport:
 
 def _token_metadata(link: Link) -> list[tuple[str, str]]:
     return [("token", link.token)] if link.token else []
-
-
-def _was_not_applied(reason: str) -> bool:
-    """Whether the request surely never reached the state machine."""
-    return any(
-        sign in reason
-        for sign in (
-            "failed to connect to all addresses",
-            "DNS resolution failed",
-            "invalid auth token",
-            "revision of auth store is old",
-            "too many requests",
-        )
-    )
-
-
-def _short(reason: str) -> str:
-    """The telling end of grpc's long stories, on one line."""
-    last = " ".join(reason.rpartition("last error: ")[2].split())
-    return last[:200] or "no reason given"
-
-
-def _refusal(code: grpc.StatusCode, reason: str, user: str | None) -> EtcdError:
-    who = "a client that names no user" if user is None else f"user {user!r}"
-    plain = reason.removeprefix("etcdserver: ")
-    if "user name is empty" in reason:
-        return EtcdAuthError("etcd wants a user and a password, and none was given")
-    if "authentication failed" in reason:
-        return EtcdAuthError(f"etcd does not accept the password of {who}")
-    if "authentication is not enabled" in reason:
-        return EtcdAuthError(f"etcd has authentication switched off, yet {who} was given; leave the user out")
-    if code is grpc.StatusCode.PERMISSION_DENIED:
-        return EtcdAuthError(f"etcd does not let {who} do this ({plain}); grant the role read and write on our prefix")
-    if "space exceeded" in reason:
-        return EtcdError("etcd is full (database space exceeded); compact, defragment and disarm its alarm")
-    return EtcdError(f"etcd refused the request: {plain or code.name}")

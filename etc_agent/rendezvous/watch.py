@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import grpc
-
 from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.quiet_grpc import grpc
 from etc_agent.rendezvous.transport import Link, Method, Transport
 from etc_agent.rendezvous.values import Event
 from etc_agent.rendezvous.wire import message

@@ -244,7 +244,9 @@ def test_a_cluster_of_three_outlives_its_leader_and_a_member_that_hangs(keys: Jo
         mirror.close()
 
 
-def test_tls_and_a_password_hold_over_a_restart_that_voids_the_token(tmp_path: Path, keys: JobKeys) -> None:
+def test_tls_and_a_password_hold_over_a_restart_that_voids_the_token(
+    tmp_path: Path, keys: JobKeys, capfd: pytest.CaptureFixture[str]
+) -> None:
     server_tls, client_tls = make_certificates(tmp_path)
     with EtcdServer(tls_server=server_tls) as server:
         etcdctl = [
@@ -275,8 +277,18 @@ def test_tls_and_a_password_hold_over_a_restart_that_voids_the_token(tmp_path: P
                 with pytest.raises(EtcdAuthError, match=message) as caught:
                     client.get(keys.scale)
                 assert "wrong" not in str(caught.value).split("password")[0]
-        with EtcdClient([server.endpoint], timeout_s=1.0) as client, pytest.raises(EtcdUnavailable):
-            client.get(keys.scale)
+        for tls, message in (
+            (None, "it may speak TLS, which we were not told to use"),
+            (Tls(), "not signed by the CA that we were told to trust"),
+            (Tls(client_tls.ca), "does not accept our TLS client certificate, or misses one"),
+        ):
+            with (
+                EtcdClient([server.endpoint], tls=tls, timeout_s=0.5) as client,
+                pytest.raises(EtcdUnavailable, match=message),
+            ):
+                client.get(keys.scale)
+    assert "GRPC_VERBOSITY" not in os.environ
+    assert capfd.readouterr().err == ""
 
 
 def test_a_certificate_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""What etcd and grpc say when they fail, and what we make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etc_agent.rendezvous.errors import EtcdAuthError, EtcdError, EtcdUnavailable
+from etc_agent.rendezvous.quiet_grpc import grpc
+
+_NOT_APPLIED = (
+    "failed to connect to all addresses",
+    "DNS resolution failed",
+    "invalid auth token",
+    "revision of auth store is old",
+    "too many requests",
+)
+
+# (is TLS in use, sign in grpc's words, what it means)
+_TLS_HINTS = (
+    (True, "CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by the CA that we were told to trust"),
+    (True, "TSI_DATA_CORRUPTED", "it does not accept our TLS client certificate, or misses one"),
+    (True, "security handshaker", "a TLS file that we were given holds no usable certificate or key"),
+    (True, "Handshake read failed", "it seems not to speak TLS, and we do"),
+    (True, "WRONG_VERSION_NUMBER", "it seems not to speak TLS, and we do"),
+    (False, "Socket closed", "it may speak TLS, which we were not told to use"),
+)
+
+
+def was_not_applied(reason: str) -> bool:
+    """Whether a request that failed so surely never reached etcd's state."""
+    return any(sign in reason for sign in _NOT_APPLIED)
+
+
+def speaks_of_token(reason: str) -> bool:
+    """Whether the token is to blame, and a new one may help."""
+    return "invalid auth token" in reason or "revision of auth store is old" in reason
+
+
+def shorten(reason: str) -> str:
+    """The telling end of grpc's long stories, on one line."""
+    last = " ".join(reason.rpartition("last error: ")[2].split())
+    return last[:160] or "no reason given"
+
+
+def is_worth_another_endpoint(code: grpc.StatusCode, reason: str) -> bool:
+    """Whether this endpoint failed, rather than etcd refused."""
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return True
+    # A connection that breaks at a bad moment has these codes, and so have some of etcd's refusals.
+    is_broken = code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+    return is_broken and not reason.startswith(("etcdserver:", "auth:"))
+
+
+def unavailable(addresses: Sequence[str], tried_s: float, reason: str, *, uses_tls: bool) -> EtcdUnavailable:
+    hint = next((hint for tls, sign, hint in _TLS_HINTS if tls is uses_tls and sign in reason), None)
+    return EtcdUnavailable(
+        f"etcd does not answer at {', '.join(addresses)} (tried for {tried_s:g} s: {shorten(reason)}); "
+        + (hint or "is it running, and is the address right?")
+    )
+
+
+def refusal(code: grpc.StatusCode, reason: str, user: str | None) -> EtcdError:
+    who = "a client that names no user" if user is None else f"user {user!r}"
+    plain = reason.removeprefix("etcdserver: ")
+    if "user name is empty" in reason:
+        return EtcdAuthError("etcd wants a user and a password, and none was given")
+    if "authentication failed" in reason:
+        return EtcdAuthError(f"etcd does not accept the password of {who}")
+    if "authentication is not enabled" in reason:
+        return EtcdAuthError(f"etcd has authentication switched off, yet {who} was given; leave the user out")
+    if code is grpc.StatusCode.PERMISSION_DENIED:
+        return EtcdAuthError(f"etcd does not let {who} do this ({plain}); grant the role read and write on our prefix")
+    if "space exceeded" in reason:
+        return EtcdError("etcd is full (database space exceeded); compact, defragment and disarm its alarm")
+    return EtcdError(f"etcd refused the request: {plain or code.name}")
