@@ -29,6 +29,7 @@ from etc_agent.reconfig.records import (
     Reply,
     Request,
     Result,
+    first_cause,
 )
 from etc_agent.reconfig.sizing import NotDescribed, check, in_session, meeting, target
 from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
@@ -95,10 +96,10 @@ def _steady(view: View, committed: Generation) -> Decision:
     acks = [view.ack(committed.id, node) for node in committed.nodes]
     if all(ack.finished for ack in acks):
         return _end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
-    if (decision := _lost_or_failed(view, committed, acks)) is not None:
-        return decision
     if not view.usable:
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
+    if (decision := _lost_or_failed(view, committed, acks)) is not None:
+        return decision
     if any(ack.finished for ack in acks):
         return Wait()
     if (history := _stop_time(view, committed, acks)) is not None:
@@ -107,6 +108,10 @@ def _steady(view: View, committed: Generation) -> Decision:
         return _answer(view, view.scale)
     if view.paused:
         return Wait()
+    if view.current.pending_scale and (why := check(view, parse_wanted(view.current.wanted))):
+        # It was accepted before the model could be asked.
+        refused = Reply(view.current.wanted, view.current.pending_scale, Result.REFUSED, why)
+        return Write(replace(view.current, wanted=view.current.wanted_before, pending_scale=0), reply=refused)
     return _adjust(view, committed, view.current, None)
 
 
@@ -186,7 +191,7 @@ def _answer(view: View, request: Request) -> Decision:
         wanted=request.text.strip(),
         wanted_before=view.current.wanted,
         pending_scale=request.revision,
-        avoid="",
+        avoid=(),
     )
     asked = replace(view, current=current)
     try:
@@ -218,6 +223,8 @@ def _follow(view: View, committed: Generation, proposed: Generation) -> Decision
         return _end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
     if all(ack.switched for ack in new):
         return _commit(view, committed, proposed, new)
+    if not view.usable:
+        return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
     if (decision := _lost_or_failed(view, committed, old + new if armed else old)) is not None:
         return decision
     if armed:
@@ -264,7 +271,7 @@ def _withdraw(view: View, proposed: Generation, why: str, *, give_up: bool) -> W
         if current.pending_scale:
             reply = Reply(current.wanted, current.pending_scale, Result.REFUSED, why, proposed.id)
             current = replace(current, wanted=current.wanted_before, pending_scale=0)
-        current = replace(current, avoid=str(proposed.config))
+        current = replace(current, avoid=(*current.avoid, str(proposed.config)))
     return Write(current, reply=reply, history=history)
 
 
@@ -317,19 +324,16 @@ def _stop_time(view: View, committed: Generation, acks: list[Ack]) -> History | 
 
 def _lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
     missing = [node for node in committed.nodes if node not in view.live and not view.ack(committed.id, node).finished]
-    failures = sorted(
-        (ack.failure for ack in acks if ack.failure),
-        key=lambda failure: (failure.kind is FailureKind.PEER_LOST, failure.kind is FailureKind.KILLED, failure.slot),
-    )
-    if failures and failures[0].kind is not FailureKind.PEER_LOST and not missing:
-        return _restart_after(view, failures[0])
+    failure = first_cause(ack.failure for ack in acks if ack.failure)
+    if failure and failure.kind is not FailureKind.PEER_LOST and not missing:
+        return _restart_after(view, failure)
     if missing:
         return _restart_without(view, missing)
-    if failures:
+    if failure:
         # A worker lost its peer and nobody said why: give a dead node's lease the time to expire.
         if view.failed_s < view.policy.lost_s and len(committed.nodes) > 1:
             return Wait(view.policy.lost_s - view.failed_s)
-        return _restart_after(view, failures[0])
+        return _restart_after(view, failure)
     return None
 
 

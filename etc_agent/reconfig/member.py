@@ -22,7 +22,7 @@ from etc_agent.control.messages import (
     Withdrawn,
 )
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.records import Ack, Current, Failure, Outcome, Phase
+from etc_agent.reconfig.records import Ack, Current, Failure, Outcome, Phase, first_cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def summarise(
         refused=refused[0].error if refused else "",
         switched=whole and len(switched) == len(members) and not generation.is_fresh,
         finished=complete and all(_finished(worker, generation.id) for worker in holding),
-        failure=failures[0] if failures else None,
+        failure=first_cause(failures),
         step=max((report.step for report in switched), default=0),
         sent_bytes=sum(report.sent_bytes for report in switched),
         received_bytes=sum(report.received_bytes for report in switched),

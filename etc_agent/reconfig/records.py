@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self
@@ -71,12 +72,12 @@ class NodeRecord(_Json):
 
 
 class FailureKind(StrEnum):
-    """Why a worker ended. `RAISED`: by itself. `PEER_LOST`: it raised because a peer went away, which has its own
-    cause. `KILLED`: by a signal."""
+    """Why a worker ended, the likeliest cause of the others first. `RAISED`: by itself. `KILLED`: by a signal.
+    `PEER_LOST`: it raised because a peer went away, which has a cause of its own."""
 
     RAISED = "raised"
-    PEER_LOST = "peer_lost"
     KILLED = "killed"
+    PEER_LOST = "peer_lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,12 @@ class Failure(_Json):
     def from_json(cls, value: dict[str, Any]) -> Self:
         record = super(Failure, cls).from_json(value)
         return replace(record, kind=FailureKind(record.kind))
+
+
+def first_cause(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that most likely caused the others."""
+    kinds = list(FailureKind)
+    return min(failures, key=lambda failure: (kinds.index(failure.kind), failure.slot), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +141,7 @@ class Current(_Json):
     `wanted`: the text of the last accepted `control/scale`, empty for the largest that nnodes admits;
     `wanted_before`: what it goes back to if the proposed generation is withdrawn. `handled_scale`: the mod_revision
     of the last `control/scale` that was answered; `pending_scale`: that of one still to be met, else 0.
-    `avoid`: a parallel config whose generation was withdrawn, not to be chosen again by itself.
+    `avoid`: parallel configs whose generations were given up, not to be chosen again until the next request.
     `restarts`: fresh starts after failures so far. `unreported`: the history of the committed generation has yet to get
     its stop time.
     """
@@ -147,7 +154,7 @@ class Current(_Json):
     wanted_before: str = ""
     handled_scale: int = 0
     pending_scale: int = 0
-    avoid: str = ""
+    avoid: tuple[str, ...] = ()
     restarts: int = 0
     unreported: bool = False
     outcome: Outcome = Outcome.RUNNING
@@ -157,7 +164,9 @@ class Current(_Json):
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         record = super(Current, cls).from_json(value)
-        return replace(record, phase=Phase(record.phase), outcome=Outcome(record.outcome))
+        return replace(
+            record, phase=Phase(record.phase), outcome=Outcome(record.outcome), avoid=tuple(record.avoid)
+        )
 
 
 class Result(StrEnum):

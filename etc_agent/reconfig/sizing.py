@@ -24,20 +24,21 @@ def refusal(view: View, config: ParallelConfig) -> str | None:
     """
     if why := view.policy.refuse(config):
         return why
-    if not in_session(view):
-        return None
     description = view.descriptions.get(config)
-    if description is None:
+    if description is None and in_session(view):
         raise NotDescribed(config)
     return f"{config}: {description}" if isinstance(description, str) else None
 
 
 def in_session(view: View) -> bool:
-    """Every worker of the committed generation runs a session, so the job can change in place."""
+    """Every worker of the committed generation is alive and runs a session, so the job can change in place."""
     committed = view.committed
-    return committed is not None and all(
-        not committed.is_fresh or view.ack(base(view), node).in_session for node in view.generations[base(view)].nodes
-    )
+    if committed is None:
+        return False
+    if any(node not in view.live or view.ack(committed.id, node).failure for node in committed.nodes):
+        return False
+    first = view.generations[base(view)]
+    return all(view.ack(first.id, node).in_session for node in first.nodes)
 
 
 def base(view: View) -> int:
@@ -88,7 +89,7 @@ def target(view: View, wanted: Wanted) -> ParallelConfig:
     committed = view.committed
     try:
         config = meeting(view, wanted, view.num_usable_slots)
-        if str(config) != view.current.avoid:
+        if str(config) not in view.current.avoid:
             return config
     except NoConfigError:
         pass
@@ -127,7 +128,7 @@ def _largest(view: View, num_slots: int) -> ParallelConfig:
     committed = view.committed
 
     def feasible(config: ParallelConfig) -> str | None:
-        if str(config) == view.current.avoid:
+        if str(config) in view.current.avoid:
             return f"{config} was tried and withdrawn"
         return refusal(view, config)
 

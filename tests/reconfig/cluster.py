@@ -1,0 +1,197 @@
+"""A job's control plane without processes, clocks or etcd: records in a dict, workers that answer at once or never.
+
+`Cluster` applies the leader's decisions and does what `member.owed` asks of each node, so that whole lives of a job can
+be told in milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from etc_agent.control.messages import Armed, Committed, FirstStep, Prepare, Prepared, Refused, Switched, Withdrawn
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig import member
+from etc_agent.reconfig.leader import decide
+from etc_agent.reconfig.member import WorkerView
+from etc_agent.reconfig.records import Ack, Current, Failure, History, NodeRecord, NodeState, Outcome, Reply, Request
+from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
+from etc_agent.state.boxes import Box
+from etc_agent.state.layout import Layout, LogicalTensor, Shard
+
+
+def layout_of(config: ParallelConfig) -> Layout:
+    """One tensor of 48 rows, cut over pp and tp."""
+    tensor, parts = LogicalTensor("w", (48, 4), "float32", 4), config.pp * config.tp
+    ranks = [config.coordinate(rank) for rank in range(config.num_ranks)]
+    return tuple(
+        (Shard(tensor, Box(((at.pp * config.tp + at.tp) * 48 // parts, 0), (48 // parts, 4))),) for at in ranks
+    )
+
+
+@dataclass
+class Cluster:
+    policy: Policy
+    refuses: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    current: Current = field(default_factory=Current)
+    generations: dict[int, Generation] = field(default_factory=dict)
+    acks: dict[tuple[int, str], Ack] = field(default_factory=dict)
+    workers: dict[str, dict[int, WorkerView]] = field(default_factory=dict)
+    replies: list[Reply] = field(default_factory=list)
+    history: dict[int, History] = field(default_factory=dict)
+    descriptions: dict[ParallelConfig, Layout | str] = field(default_factory=dict)
+    scale: Request | None = None
+    paused: bool = False
+    drains: frozenset[str] = frozenset()
+    revision: int = 0
+    is_quiet: bool = True
+    phase_s: float = 0.0
+    num_started: int = 0
+    writes: list[Write] = field(default_factory=list)
+    hooked: bool = True
+    is_slow: bool = False
+    refusing: str = ""
+
+    # ---- what happens to a job --------------------------------------------------------------------------------
+
+    def join(self, name: str, num_slots: int = 2) -> None:
+        self.revision += 1
+        self.nodes[name] = NodeRecord(name, "127.0.0.1", num_slots, 1, f"{name}-{self.revision}", joined=self.revision)
+        self.workers.setdefault(name, {})
+
+    def lose(self, name: str) -> None:
+        """The node's lease has run out."""
+        del self.nodes[name], self.workers[name]
+
+    def drain(self, name: str) -> None:
+        self.nodes[name] = replace(self.nodes[name], state=NodeState.DRAINING)
+
+    def ask(self, text: str) -> None:
+        self.revision += 1
+        self.scale = Request(text, self.revision)
+
+    def fail(self, name: str, index: int, failure: Failure) -> None:
+        worker = self.workers[name][index]
+        self.workers[name][index] = replace(worker, exit_code=failure.exit_code, failure=failure)
+
+    def finish(self) -> None:
+        for workers in self.workers.values():
+            for index, worker in workers.items():
+                workers[index] = replace(worker, exit_code=0)
+
+    # ---- time passes ------------------------------------------------------------------------------------------
+
+    def view(self) -> View:
+        quiet_s = 1e9 if self.is_quiet else 0.0
+        return View(
+            self.policy, tuple(self.nodes.values()), self.current, self.generations, self.acks, self.scale, self.drains,
+            self.paused, self.descriptions, quiet_s, self.phase_s, 0.0,
+        )
+
+    def run(self, limit: int = 200) -> None:
+        """Let leader and nodes act until nobody has anything to do."""
+        for _ in range(limit):
+            acted = any([self._act(name) for name in list(self.nodes)])
+            if not self.lead() and not acted:
+                return
+        raise AssertionError(f"still busy after {limit} rounds: {self.current}")
+
+    def catch_up(self) -> None:
+        """Workers that were slow are ready now."""
+        for workers in self.workers.values():
+            for index, worker in workers.items():
+                if (Prepare.type, self.current.proposed) in worker.told:
+                    ready = Prepared(self.current.proposed, "digest")
+                    workers[index] = replace(worker, prepared={**worker.prepared, self.current.proposed: ready})
+
+    def lead(self) -> bool:
+        """Let the leader decide once; whether it had anything to do."""
+        match decide(self.view()):
+            case Wait():
+                return False
+            case Describe(config):
+                assert config not in self.descriptions
+                self.descriptions[config] = self.refuses.get(str(config)) or layout_of(config)
+            case Write() as write:
+                self._apply(write)
+        return True
+
+    def _apply(self, write: Write) -> None:
+        assert write.current != self.current or write.reply or write.history, "a write that changes nothing"
+        self.writes.append(write)
+        self.current = write.current
+        if write.generation:
+            assert write.generation.id not in self.generations, "a generation's number was used twice"
+            self.generations[write.generation.id] = write.generation
+        if write.reply:
+            self.replies.append(write.reply)
+        if write.history:
+            self.history[write.history.generation] = write.history
+
+    def _act(self, name: str) -> bool:
+        workers = self.workers[name]
+        actions = member.owed(name, self.current, self.generations, workers)
+        for action in actions:
+            match action:
+                case member.Start(index, generation, _):
+                    self.num_started += 1
+                    workers[index] = WorkerView(index, generation.id, in_session=self.hooked)
+                case member.Stop(index) | member.Expect(index):
+                    workers[index] = replace(workers[index], exit_code=0 if workers[index].switched else 143)
+                case member.Tell(index, generation_id, message):
+                    workers[index] = self._hear(workers[index], generation_id, message)
+        return self._acknowledge(name) or bool(actions)
+
+    def _hear(self, worker: WorkerView, generation_id: int, message: object) -> WorkerView:
+        told = worker.told | {(message.type, generation_id)}  # type: ignore[attr-defined]
+        worker = replace(worker, told=told)
+        match message:
+            case Prepare() if self.refusing:
+                return replace(worker, refused={**worker.refused, generation_id: Refused(generation_id, self.refusing)})
+            case Prepare() if not self.is_slow:
+                return replace(worker, prepared={**worker.prepared, generation_id: Prepared(generation_id, "digest")})
+            case Armed():
+                switched = Switched(generation_id, 10 * generation_id, {"migrate": 1.0}, 1, 1, 1)
+                first = FirstStep(generation_id, 10 * generation_id, 5.0)
+                return replace(
+                    worker,
+                    switched={**worker.switched, generation_id: switched},
+                    first_step={**worker.first_step, generation_id: first},
+                )
+            case Prepare() | Committed() | Withdrawn():
+                return worker
+        raise AssertionError(message)
+
+    def _acknowledge(self, name: str) -> bool:
+        changed = False
+        for generation_id in (self.current.committed, self.current.proposed):
+            generation = self.generations.get(generation_id)
+            if generation and member.participants(name, generation, self.generations):
+                ack = member.summarise(name, generation, self.generations, self.workers[name])
+                changed |= self.acks.get((generation_id, name)) != ack
+                self.acks[generation_id, name] = ack
+        return changed
+
+    # ---- what a test asks -------------------------------------------------------------------------------------
+
+    @property
+    def committed(self) -> Generation:
+        return self.generations[self.current.committed]
+
+    @property
+    def config(self) -> str:
+        return str(self.committed.config)
+
+    def running(self) -> set[tuple[str, int]]:
+        return {
+            (name, index)
+            for name, workers in self.workers.items()
+            for index, worker in workers.items()
+            if worker.is_running
+        }
+
+    def assert_consistent(self) -> None:
+        """Exactly the committed generation's slots run a worker, once the job is at rest."""
+        if self.current.outcome is Outcome.RUNNING and self.current.committed:
+            assert self.running() == {(slot.node, slot.index) for slot in self.committed.placement}

@@ -1,0 +1,104 @@
+"""Random lives of a job: whatever happens, the records stay lawful and the job comes to rest where it should be."""
+
+from __future__ import annotations
+
+from cluster import Cluster
+from hypothesis import Phase as HypothesisPhase
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
+from etc_agent.reconfig.view import Policy
+
+NODES = ("a", "b", "c", "d")
+
+
+class JobLife(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cluster = Cluster(Policy(1, 3, num_slots=2, max_restarts=1000))
+        self.cluster.join("a")
+        self.cluster.run()
+        self.highest = 0
+
+    def is_over(self) -> bool:
+        return self.cluster.current.outcome is not Outcome.RUNNING
+
+    @rule(name=st.sampled_from(NODES))
+    def a_node_joins(self, name: str) -> None:
+        if name not in self.cluster.nodes:
+            self.cluster.join(name)
+
+    @precondition(lambda self: len(self.cluster.nodes) > 1)
+    @rule(data=st.data())
+    def a_node_is_lost(self, data: st.DataObject) -> None:
+        self.cluster.lose(data.draw(st.sampled_from(sorted(self.cluster.nodes))))
+
+    @precondition(lambda self: len(self.cluster.view().usable) > 1)
+    @rule(data=st.data())
+    def a_node_drains(self, data: st.DataObject) -> None:
+        self.cluster.drain(data.draw(st.sampled_from(sorted(self.cluster.nodes))))
+
+    @rule(text=st.sampled_from(["1", "2", "3", "4", "6", "8", "nodes=1", "nodes=2", "PP2TP1DP1", "PP3TP2", "max", "x"]))
+    def a_size_is_asked_for(self, text: str) -> None:
+        self.cluster.ask(text)
+
+    @rule(slow=st.booleans(), refusing=st.sampled_from(["", "", "no memory"]))
+    def workers_change_their_pace(self, slow: bool, refusing: str) -> None:
+        self.cluster.is_slow, self.cluster.refusing = slow, refusing
+
+    @precondition(lambda self: any(self.cluster.running()))
+    @rule(data=st.data(), kind=st.sampled_from(FailureKind))
+    def a_worker_fails(self, data: st.DataObject, kind: FailureKind) -> None:
+        name, index = data.draw(st.sampled_from(sorted(self.cluster.running())))
+        self.cluster.fail(name, index, Failure(f"{name}/{index}", kind, 1, "it failed"))
+
+    @rule()
+    def time_passes(self) -> None:
+        self.cluster.run()
+
+    @rule()
+    def much_time_passes(self) -> None:
+        self.cluster.phase_s = 1e9
+        self.cluster.run()
+        self.cluster.phase_s = 0.0
+
+    @invariant()
+    def numbers_only_grow(self) -> None:
+        current = self.cluster.current
+        assert current.next_id > max(self.cluster.generations, default=0)
+        assert current.committed >= self.highest
+        self.highest = current.committed
+
+    @invariant()
+    def a_phase_has_a_generation(self) -> None:
+        current = self.cluster.current
+        assert (current.phase is Phase.IDLE) == (current.proposed == 0)
+
+    @invariant()
+    def no_two_ranks_share_a_slot_and_none_is_on_a_node_that_never_was(self) -> None:
+        for generation in self.cluster.generations.values():
+            assert {slot.node for slot in generation.placement} <= set(NODES)
+            assert all(slot.index < 2 for slot in generation.placement)
+
+    def teardown(self) -> None:
+        """Left alone with willing workers, every life comes to rest in a lawful state."""
+        cluster = self.cluster
+        cluster.is_slow, cluster.refusing = False, ""
+        cluster.catch_up()
+        for _ in range(4):
+            cluster.run()
+            cluster.phase_s = 1e9
+        committed = cluster.current.committed
+        failures = any(ack.failure for (generation, _), ack in cluster.acks.items() if generation == committed)
+        if not self.is_over() and not failures:
+            assert cluster.current.phase is Phase.IDLE
+            assert not set(cluster.committed.nodes) & cluster.view().leaving
+            cluster.assert_consistent()
+
+
+JobLife.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, phases=[HypothesisPhase.generate, HypothesisPhase.reuse]
+)
+test_a_random_life_of_a_job_is_lawful = JobLife.TestCase
