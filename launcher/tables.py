@@ -55,7 +55,8 @@ def stopped_training(record: History, step_ms: Mapping[int, float]) -> str:
     """``212 ms (migrate 120, swap 40)``: whole, then by phase.
 
     The whole runs to the end of the first step of the new generation. Where `step_ms` (generation -> milliseconds of
-    an ordinary step) knows that generation, such a step is taken off; else the text says that it is part of it.
+    an ordinary step) knows that generation, such a step is taken off, but no more than leaves the phases; else the text
+    says that it is part of it.
     """
     phases = ", ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in record.phases_ms.items())
     if record.stop_ms is None:
@@ -64,7 +65,7 @@ def stopped_training(record: History, step_ms: Mapping[int, float]) -> str:
     if ordinary is None:
         whole = f"{record.stop_ms:.0f} ms with the first step"
     else:
-        whole = f"{max(record.stop_ms - ordinary, 0.0):.0f} ms"
+        whole = f"{max(record.stop_ms - ordinary, sum(record.phases_ms.values())):.0f} ms"
     return f"{whole} ({phases})" if phases else whole
 
 

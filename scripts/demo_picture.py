@@ -28,7 +28,8 @@ def draw_loss(
             axes.axvline(record.step, color="tab:red", linewidth=0.8, linestyle="--")
             label = f" {record.config}"
             if record.stop_ms is not None and record.generation in step_ms:
-                label += f"\n {max(record.stop_ms - step_ms[record.generation], 0.0):.0f} ms"
+                stopped_ms = max(record.stop_ms - step_ms[record.generation], sum(record.phases_ms.values()))
+                label += f"\n {stopped_ms:.0f} ms"
             axes.text(record.step, top, label, fontsize=8, va="top", color="tab:red")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")

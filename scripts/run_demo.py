@@ -218,8 +218,7 @@ def samples_by_step(samples: Path) -> dict[int, Counter[int]]:
     by_step: dict[int, Counter[int]] = defaultdict(Counter)
     for path in samples.glob("samples-*.jsonl"):
         for line in map(json.loads, path.read_text().splitlines()):
-            place = re.fullmatch(r"pp(\d+)dp(\d+)tp(\d+)", line["place"])
-            if place is not None and place[1] == place[3] == "0":
+            if line["pp"] == line["tp"] == 0:
                 by_step[line["step"]].update(line["ids"])
     return by_step
 
