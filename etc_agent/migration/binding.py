@@ -30,10 +30,6 @@ class BoundMessage:
     copy_to: tuple[torch.Tensor, ...] = ()
     copy_from: tuple[torch.Tensor, ...] = ()
 
-    @property
-    def payload_bytes(self) -> int:
-        return sum(transfer.num_bytes for transfer in self.message.transfers)
-
 
 @dataclass(frozen=True, slots=True)
 class BoundRound:
@@ -43,11 +39,10 @@ class BoundRound:
 
 @dataclass(frozen=True, slots=True)
 class LocalCopies:
-    """What stays on its worker but has to change place. `referred_bytes` counts what need not even be copied, too."""
+    """What stays on its worker but has to change place, as bits."""
 
     copy_to: tuple[torch.Tensor, ...]
     copy_from: tuple[torch.Tensor, ...]
-    referred_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +51,19 @@ class Binder:
 
     Args:
         source, target: the local tensors of old and new shards.
-        moves: whether the wire can take a tensor's memory as it is.
+        wire_device: type of the devices whose memory the wire takes as it is.
         peers: the memory of the peers that this worker writes into itself.
     """
 
     source: TensorOf
     target: TensorOf
-    moves: Callable[[torch.Tensor], bool]
+    wire_device: str
     peers: Mapping[int, PeerMemory] = field(default_factory=dict)
 
     def staging_need_bytes(self, scheduled: Round) -> int:
         """Staging bytes that a round needs."""
-        staged = [m for m in scheduled.sends if not m.shared and self._in_place(m, self._source_view) is None]
-        staged += [m for m in scheduled.receives if not m.shared and self._in_place(m, self._target_view) is None]
+        staged = [m for m in scheduled.sends if not m.shared and self._in_place(m, self.source_view) is None]
+        staged += [m for m in scheduled.receives if not m.shared and self._in_place(m, self.target_view) is None]
         return sum(aligned(message.num_bytes) for message in staged)
 
     def bind(self, scheduled: Round, slot: torch.Tensor) -> BoundRound:
@@ -87,22 +82,22 @@ class Binder:
             if message.shared:
                 sends.append(self._written_to_peer(message))
                 continue
-            in_place = self._in_place(message, self._source_view)
+            in_place = self._in_place(message, self.source_view)
             if in_place is not None:
                 sends.append(BoundMessage(message, in_place))
             else:
                 buffer, items = staged(message)
-                sends.append(BoundMessage(message, buffer, items, _bits(message.transfers, self._source_view)))
+                sends.append(BoundMessage(message, buffer, items, _bits(message.transfers, self.source_view)))
         for message in scheduled.receives:
             if message.shared:
                 receives.append(BoundMessage(message, torch.zeros(1, dtype=torch.uint8)))
                 continue
-            in_place = self._in_place(message, self._target_view)
+            in_place = self._in_place(message, self.target_view)
             if in_place is not None:
                 receives.append(BoundMessage(message, in_place))
             else:
                 buffer, items = staged(message)
-                receives.append(BoundMessage(message, buffer, _bits(message.transfers, self._target_view), items))
+                receives.append(BoundMessage(message, buffer, _bits(message.transfers, self.target_view), items))
         return BoundRound(tuple(sends), tuple(receives))
 
     def _written_to_peer(self, message: Message) -> BoundMessage:
@@ -113,7 +108,7 @@ class Binder:
         )
         for target in targets:
             prefault(target)
-        sources = _bits(message.transfers, self._source_view)
+        sources = _bits(message.transfers, self.source_view)
         return BoundMessage(message, torch.zeros(1, dtype=torch.uint8), targets, sources)
 
     def bind_local(self, refers: Sequence[Refer]) -> LocalCopies:
@@ -125,20 +120,23 @@ class Binder:
             if source.numel() and not same_memory(source, target):
                 copy_to.append(as_bits(target))
                 copy_from.append(as_bits(source))
-        referred = sum(refer.box.num_elements * refer.tensor.itemsize for refer in refers)
-        return LocalCopies(tuple(copy_to), tuple(copy_from), referred)
+        return LocalCopies(tuple(copy_to), tuple(copy_from))
 
-    def _source_view(self, transfer: Transfer) -> torch.Tensor:
+    def _moves(self, view: torch.Tensor) -> bool:
+        # A new tensor that has no memory yet (meta) will be where the old ones are.
+        return view.device.type in (self.wire_device, "meta")
+
+    def source_view(self, transfer: Transfer) -> torch.Tensor:
         return self.source(Shard(transfer.tensor, transfer.source_box))[transfer.box.within(transfer.source_box)]
 
-    def _target_view(self, transfer: Transfer) -> torch.Tensor:
+    def target_view(self, transfer: Transfer) -> torch.Tensor:
         return self.target(Shard(transfer.tensor, transfer.target_box))[transfer.box.within(transfer.target_box)]
 
     def _in_place(self, message: Message, view_of: Callable[[Transfer], torch.Tensor]) -> torch.Tensor | None:
         if len(message.transfers) > 1:
             return None
         view = view_of(message.transfers[0])
-        return as_bytes(view) if view.is_contiguous() and self.moves(view) else None
+        return as_bytes(view) if view.is_contiguous() and self._moves(view) else None
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

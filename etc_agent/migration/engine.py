@@ -8,16 +8,16 @@ another pair, and the wire does not idle between rounds:
 
 A contiguous box travels from tensor to tensor in place. Small boxes, and boxes that are not contiguous in their shard,
 pass through a staging buffer; each of the two rounds in flight has its own. Workers of one host whose new tensors lie
-in shared memory write into them directly (`shared`).
+in shared memory write into them directly (`shared`). Where old and new state do not fit together, memory comes and
+goes with the rounds (`storage`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,20 +26,26 @@ from etc_agent.migration.binding import Binder, BoundMessage, BoundRound, LocalC
 from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.peers import Peers
 from etc_agent.migration.report import MigrationReport, SpanRecorder
-from etc_agent.migration.schedule import Message, schedule_for
-from etc_agent.migration.shared import DESCRIPTION_BYTES, PeerMemory, SharedMemory, map_peer
+from etc_agent.migration.schedule import Message, Schedule, schedule_for
+from etc_agent.migration.shared import PeerMemory, SharedMemory
 from etc_agent.migration.staging import Staging
-from etc_agent.migration.wire import Operation, Wire, Work, first_line
+from etc_agent.migration.storage import Held, Storage
+from etc_agent.migration.verify import BoxHashes
+from etc_agent.migration.wire import Operation, Wire, Work
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 
 WINDOW = 2
 """Rounds in flight together."""
 
+Progress = Callable[[int, int], None]
+"""Told the bytes that this worker has sent and received so far, and those it will have in the end."""
+
 
 class Migration:
-    """One worker's part of a plan: prepared beside training, run while training stands still.
+    """One worker's part of a plan in `keep` mode: prepared beside training, run while training stands still.
 
     Every worker of the plan must call `prepare` and then `run`; each of them may be called from any thread.
 
@@ -53,6 +59,7 @@ class Migration:
             point-to-point meanwhile.
         timeout_s: longest time in which no message completes before the migration is given up.
         memory: where `targets` were allocated, if peers on this host may write into them (`shared`).
+        verify: hash every box where it leaves and where it arrives, and compare.
 
     Raises:
         MigrationError: a tensor is not what the plan says of it; the message names worker, tensor and box.
@@ -68,42 +75,53 @@ class Migration:
         *,
         timeout_s: float,
         memory: SharedMemory | None = None,
+        verify: bool = False,
+    ) -> None:
+        self._old_shards, new_shards = needed_shards(plan, worker)
+        check_tensors(worker, "old", self._old_shards, sources)
+        check_tensors(worker, "new", new_shards, targets)
+        self._setup(plan, worker, Held(sources, targets), group, timeout_s, verify)
+        self._device = _device_of((*sources.values(), *targets.values()))
+        self._memory = memory
+        self._rounds: list[BoundRound] = []
+        self._local = LocalCopies((), ())
+
+    def _setup(
+        self, plan: MigrationPlan, worker: int, storage: Storage, group: Any, timeout_s: float, verify: bool
     ) -> None:
         self._plan = plan
         self._worker = worker
+        self._storage = storage
         self._wire = Wire(group)
         if self._wire.size != plan.num_workers:
             raise MigrationError(
                 f"worker {worker}: the plan is for {plan.num_workers} workers, the process group has {self._wire.size}"
             )
-        self._old_shards, new_shards = needed_shards(plan, worker)
-        check_tensors(worker, "old", self._old_shards, sources)
-        check_tensors(worker, "new", new_shards, targets)
-        self._sources = dict(sources)
-        self._targets = dict(targets)
+        self._peers = Peers(plan, worker, self._wire, timeout_s)
         self._schedule = schedule_for(plan, worker)
-        self._memory = memory
         self._peer_memory: dict[int, PeerMemory] = {}
-        self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._device = _device_of((*sources.values(), *targets.values()))
         self._staging: Staging | None = None
-        self._rounds: list[BoundRound] = []
-        self._local = LocalCopies((), (), 0)
+        self._hashes = BoxHashes() if verify else None
 
     @property
     def staging_bytes(self) -> int:
         """Memory that the migration holds beside the old and the new state."""
         return self._staging.num_bytes if self._staging else 0
 
+    @property
+    def targets(self) -> dict[Shard, torch.Tensor]:
+        """The new local tensors, complete after `run`."""
+        return self._storage.targets
+
     def prepare(self) -> None:
         """Agree on the plan with every other worker, warm the connections, map shared memory, allocate and touch the
         staging buffers.
 
         Raises:
-            MigrationError: a worker has another plan, or does not take part in time.
+            MigrationError: a worker has another plan, cannot take part, or does not answer in time.
         """
-        described = self._agree()
-        writers = self._meet_peers(described)
+        described = self._peers.agree(None, self._described_memory())
+        self._peer_memory, writers = self._peers.meet(self._schedule, described)
         if self._memory is not None:
             self._memory.close()
         shared = {(self._worker, peer) for peer in self._peer_memory} | {(peer, self._worker) for peer in writers}
@@ -116,15 +134,15 @@ class Migration:
         Raises:
             MigrationError: as for the constructor.
         """
-        known = self._sources
+        known = self._storage.sources
         if all(shard in known and same_memory(known[shard], tensor) for shard, tensor in sources.items()):
             return
         check_tensors(self._worker, "old", self._old_shards, sources)
-        self._sources = dict(sources)
+        self._storage.sources = dict(sources)
         if self._staging is not None:
             self._bind()
 
-    def run(self) -> MigrationReport:
+    def run(self, progress: Progress | None = None) -> MigrationReport:
         """Move everything. Returns when this worker has sent and received all that the plan says.
 
         Raises:
@@ -133,114 +151,108 @@ class Migration:
         if self._staging is None:
             raise MigrationError(f"worker {self._worker}: run() needs prepare() on every worker first")
         recorder = SpanRecorder()
+        tally = _Tally(self._schedule, progress)
         start = time.perf_counter()
         with self._stream():
+            self._before_rounds(recorder)
             in_flight = self._post(0, recorder)
-            with recorder.span("local copies"):
-                copy_bits(self._local.copy_to, self._local.copy_from)
-            for number in range(len(self._rounds)):
+            self._beside_rounds(recorder)
+            for number in range(len(self._schedule.rounds)):
                 following = self._post(number + 1, recorder)
+                assert in_flight is not None
                 with recorder.span(f"finish round {number}"):
-                    self._finish(number, in_flight)
+                    self._finish(number, in_flight, tally)
                 in_flight = following
+            if self._hashes is not None:
+                with recorder.span("verify"):
+                    self._hashes.compare(self._worker, self._wire, self._peers.wait)
         return MigrationReport(
             seconds=time.perf_counter() - start,
-            sent_bytes=sum(bound.payload_bytes for r in self._rounds for bound in r.sends),
-            received_bytes=sum(bound.payload_bytes for r in self._rounds for bound in r.receives),
-            referred_bytes=self._local.referred_bytes,
-            rounds=len(self._rounds),
+            sent_bytes=tally.sent_bytes,
+            received_bytes=tally.received_bytes,
+            referred_bytes=sum(r.box.num_elements * r.tensor.itemsize for r in self._schedule.refers),
+            rounds=len(self._schedule.rounds),
             spans=tuple(recorder.spans),
+            timeline=tuple(self._storage.timeline),
         )
 
-    # -- prepare
-
-    def _agree(self) -> list[bytes]:
-        """Exchange plan digests and descriptions of shared memory; returns the descriptions by worker.
-
-        Nobody may wait for messages that a peer with another plan never sends.
-        """
-        digest = hashlib.sha256(self._plan.digest.encode()).digest()
-        mine = digest + self._described_memory()
-        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._wire_device)
-        rows = [bytes(theirs.tolist()) for theirs in self._wire.all_gather(row, self._timeout)]
-        others = [str(worker) for worker, theirs in enumerate(rows) if theirs[: len(digest)] != digest]
-        if others:
-            raise MigrationError(
-                f"worker {self._worker}: the plan of worker {', '.join(others)} differs from mine "
-                f"({self._plan.digest[:16]}); every worker must plan from the same manifests"
-            )
-        return [theirs[len(digest) :] for theirs in rows]
-
-    def _described_memory(self) -> bytes:
-        messages = (message for scheduled in self._schedule.rounds for message in scheduled.receives)
-        received = {Shard(t.tensor, t.target_box) for message in messages for t in message.transfers}
-        if self._memory is None or not all(self._memory.holds(shard, self._targets[shard]) for shard in received):
-            return bytes(DESCRIPTION_BYTES)
-        return self._memory.describe()
-
-    def _meet_peers(self, described: Sequence[bytes]) -> list[int]:
-        """Send every peer its first message, which pays for connections and kernel buffers. It says whether the sender
-        has mapped the receiver's memory; returns the peers that have mapped mine."""
-        receive_peers, send_peers = self._schedule.receive_peers, self._schedule.send_peers
-        for peer in send_peers:
-            memory = map_peer(self._plan, peer, described[peer])
-            if memory is not None:
-                self._peer_memory[peer] = memory
-        answers = torch.tensor([peer in self._peer_memory for peer in send_peers], dtype=torch.uint8)
-        answers = answers.to(self._wire_device)
-        arriving = torch.zeros(len(receive_peers), dtype=torch.uint8, device=self._wire_device)
-        received, sent = self._wire.post(
-            [(peer, 0, arriving[i : i + 1]) for i, peer in enumerate(receive_peers)],
-            [(peer, 0, answers[i : i + 1]) for i, peer in enumerate(send_peers)],
-        )
-        for peer, work in zip((*receive_peers, *send_peers), (*received, *sent), strict=True):
-            self._wait(work, f"the first message from or to worker {peer}")
-        return [peer for peer, mapped in zip(receive_peers, arriving.tolist(), strict=True) if mapped]
+    # -- what differs between the modes
 
     def _bind(self) -> None:
-        binder = Binder(self._sources.__getitem__, self._targets.__getitem__, self._wire.moves, self._peer_memory)
-        needs = [binder.staging_need_bytes(scheduled) for scheduled in self._schedule.rounds]
-        if self._staging is None or not self._staging.fits(needs):
-            pinned = self._device.type == "cuda" and not self._wire.is_nccl
-            self._staging = Staging(needs, WINDOW, self._wire_device, pinned=pinned)
+        self._allocate_staging()
+        assert self._staging is not None
+        binder = self._binder()
         self._rounds = [binder.bind(r, self._staging.slot(number)) for number, r in enumerate(self._schedule.rounds)]
         self._local = binder.bind_local(self._schedule.refers)
 
-    @property
-    def _wire_device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if self._wire.is_nccl else torch.device("cpu")
+    def _before_rounds(self, recorder: SpanRecorder) -> None:
+        """Work that comes before the first message."""
 
-    # -- run
+    def _beside_rounds(self, recorder: SpanRecorder) -> None:
+        """Work while the first messages are on their way."""
+        with recorder.span("local copies"):
+            copy_bits(self._local.copy_to, self._local.copy_from)
 
-    def _post(self, number: int, recorder: SpanRecorder) -> tuple[list[Work], list[Work]]:
-        if number >= len(self._rounds):
-            return [], []
+    def _take(self, number: int) -> BoundRound:
+        """The memory of a round that is about to be posted."""
+        return self._rounds[number]
+
+    def _done(self, number: int) -> None:
+        """A round's messages and copies are done."""
+
+    # -- rounds
+
+    def _post(self, number: int, recorder: SpanRecorder) -> _InFlight | None:
+        if number >= len(self._schedule.rounds):
+            return None
         with recorder.span(f"post round {number}"):
-            bound = self._rounds[number]
+            bound = self._take(number)
             receives = [(b.message.peer, b.message.tag, b.buffer) for b in bound.receives]
-            return self._wire.post(receives, map(self._packed, bound.sends))
+            received, sent = self._wire.post(receives, map(self._packed, bound.sends))
+        return _InFlight(bound, received, sent)
 
     def _packed(self, bound: BoundMessage) -> Operation:
         if bound.copy_to:
             copy_bits(bound.copy_to, bound.copy_from)
             self._settle_copies()
+        if self._hashes is not None:
+            for transfer in bound.message.transfers:
+                self._hashes.sending(transfer, self._binder().source_view(transfer))
         return bound.message.peer, bound.message.tag, bound.buffer
 
-    def _finish(self, number: int, in_flight: tuple[list[Work], list[Work]]) -> None:
-        received, sent = in_flight
-        bound = self._rounds[number]
-        for b, work in zip(bound.receives, received, strict=True):
-            self._wait(work, f"round {number}: receiving {_contents(b.message)} from worker {b.message.peer}")
+    def _finish(self, number: int, in_flight: _InFlight, tally: _Tally) -> None:
+        for b, work in zip(in_flight.bound.receives, in_flight.received, strict=True):
+            self._peers.wait(work, f"round {number}: receiving {_contents(b.message)} from worker {b.message.peer}")
             copy_bits(b.copy_to, b.copy_from)
-        for b, work in zip(bound.sends, sent, strict=True):
-            self._wait(work, f"round {number}: sending {_contents(b.message)} to worker {b.message.peer}")
+            tally.received(b.message)
+            if self._hashes is not None:
+                self._settle_copies()
+                for transfer in b.message.transfers:
+                    self._hashes.received(transfer, self._binder().target_view(transfer))
+        for b, work in zip(in_flight.bound.sends, in_flight.sent, strict=True):
+            self._peers.wait(work, f"round {number}: sending {_contents(b.message)} to worker {b.message.peer}")
+            tally.sent(b.message)
         self._settle_copies()
+        self._done(number)
 
-    def _wait(self, work: Work, doing: str) -> None:
-        try:
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            raise MigrationError(f"worker {self._worker}: {doing} failed: {first_line(error)}") from error
+    # -- helpers
+
+    def _described_memory(self) -> bytes | None:
+        messages = (message for scheduled in self._schedule.rounds for message in scheduled.receives)
+        received = {Shard(t.tensor, t.target_box) for message in messages for t in message.transfers}
+        if self._memory is None or not all(self._memory.holds(s, self._storage.target(s)) for s in received):
+            return None
+        return self._memory.describe()
+
+    def _binder(self) -> Binder:
+        return Binder(self._storage.source, self._storage.target, self._wire.device.type, self._peer_memory)
+
+    def _allocate_staging(self) -> None:
+        binder = self._binder()
+        needs = [binder.staging_need_bytes(scheduled) for scheduled in self._schedule.rounds]
+        if self._staging is None or not self._staging.fits(needs):
+            pinned = self._device.type == "cuda" and self._wire.device.type == "cpu"
+            self._staging = Staging(needs, WINDOW, self._wire.device, pinned=pinned)
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         """A stream of its own on a GPU, ordered after all that training has queued."""
@@ -254,6 +266,36 @@ class Migration:
         """The host is about to read, or to reuse, what a device copies."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    bound: BoundRound
+    received: list[Work]
+    sent: list[Work]
+
+
+class _Tally:
+    """Payload moved so far."""
+
+    def __init__(self, schedule: Schedule, progress: Progress | None) -> None:
+        messages = [m for r in schedule.rounds for m in (*r.sends, *r.receives)]
+        self._total_bytes = sum(message.payload_bytes for message in messages)
+        self._progress = progress
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    def sent(self, message: Message) -> None:
+        self.sent_bytes += message.payload_bytes
+        self._tell()
+
+    def received(self, message: Message) -> None:
+        self.received_bytes += message.payload_bytes
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(self.sent_bytes + self.received_bytes, self._total_bytes)
 
 
 def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:

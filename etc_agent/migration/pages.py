@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+_MADV_DONTNEED = 4
+_MADV_REMOVE = 9
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE_BYTES = 2 << 20
@@ -35,6 +37,13 @@ def prefer_huge_pages(tensor: torch.Tensor) -> None:
     start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     _advise(start, end, _MADV_HUGEPAGE)
+
+
+def discard(tensor: torch.Tensor) -> None:
+    """Give the pages inside a contiguous tensor back, be they shared or private; their bytes are lost."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    _advise(start, end, _MADV_REMOVE) or _advise(start, end, _MADV_DONTNEED)
 
 
 def _advise(start: int, end: int, advice: int) -> bool:

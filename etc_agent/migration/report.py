@@ -18,8 +18,17 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """Bytes of old state, new state and staging that a worker holds; `at_s` in seconds of the Unix clock."""
+
+    at_s: float
+    held_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MigrationReport:
-    """One worker's account of a run. Bytes are payload; `referred_bytes` never left the worker."""
+    """One worker's account of a run. Bytes are payload; `referred_bytes` never left the worker. `timeline` says what it
+    held and when, in `release` mode."""
 
     seconds: float
     sent_bytes: int
@@ -27,6 +36,7 @@ class MigrationReport:
     referred_bytes: int
     rounds: int
     spans: tuple[Span, ...]
+    timeline: tuple[MemoryPoint, ...] = ()
 
 
 class SpanRecorder:

@@ -34,6 +34,11 @@ class Message:
     num_bytes: int
     shared: bool
 
+    @property
+    def payload_bytes(self) -> int:
+        """Without the padding between items."""
+        return sum(transfer.num_bytes for transfer in self.transfers)
+
 
 @dataclass(frozen=True, slots=True)
 class Round:

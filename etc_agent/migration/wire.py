@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-from etc_agent.migration.errors import MigrationError
-
 Operation = tuple[int, int, torch.Tensor]
 """Peer, tag and the flat uint8 tensor to send or to receive into."""
 
@@ -40,9 +38,10 @@ class Wire:
     def size(self) -> int:
         return int(self._group.size())
 
-    def moves(self, tensor: torch.Tensor) -> bool:
-        """Whether the wire can send this tensor's memory without a staging buffer."""
-        return tensor.is_cuda if self.is_nccl else tensor.device.type == "cpu"
+    @property
+    def device(self) -> torch.device:
+        """Where the wire reads and writes."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.is_nccl else torch.device("cpu")
 
     def post(self, receives: Sequence[Operation], sends: Iterable[Operation]) -> tuple[list[Work], list[Work]]:
         """Start receives and sends without waiting for any.
@@ -74,15 +73,9 @@ class Wire:
 
     def all_gather(self, row: torch.Tensor, timeout: datetime.timedelta) -> list[torch.Tensor]:
         """The equally shaped `row` of every worker, in worker order.
-
-        Raises:
-            MigrationError: a worker did not take part in time.
         """
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        try:
-            self._group.allgather([rows], [row]).wait(timeout)
-        except RuntimeError as error:
-            raise MigrationError(f"not every worker takes part in the migration: {first_line(error)}") from error
+        self._group.allgather([rows], [row]).wait(timeout)
         return rows
 
 

@@ -1,0 +1,137 @@
+"""When a worker's new shards come into being and its old ones may go, if both do not fit together (`release` mode).
+
+Pure: from the plan alone, so that the peak is known, and refused, before anything moves.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from etc_agent.migration.schedule import Schedule
+from etc_agent.planner.plan import Refer
+from etc_agent.state.layout import Manifest, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """`opens`: new shards that get memory before the step's messages are posted. `refers`: local copies made then.
+    `closes`: old shards that nobody needs once the step's messages are done."""
+
+    opens: tuple[Shard, ...]
+    refers: tuple[Refer, ...]
+    closes: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """`local`: steps without messages, one new shard each, taken one after the other before round 0. `rounds`: one step
+    for each round."""
+
+    local: tuple[Step, ...]
+    rounds: tuple[Step, ...]
+
+    def peak_bytes(self, old_bytes: int, freed_bytes: Mapping[Shard, int], window: int) -> int:
+        """Most bytes of old and new shards that the worker holds at once.
+
+        Args:
+            old_bytes: what it holds at the start.
+            freed_bytes: what the close of an old shard gives back; nothing where others share its storage.
+            window: rounds in flight together: so many steps open before the first of them closes.
+        """
+        held = peak = old_bytes
+
+        def opened(step: Step) -> None:
+            nonlocal held, peak
+            held += sum(shard.num_bytes for shard in step.opens)
+            peak = max(peak, held)
+
+        def closed(step: Step) -> None:
+            nonlocal held
+            held -= sum(freed_bytes.get(shard, 0) for shard in step.closes)
+
+        for step in self.local:
+            opened(step)
+            closed(step)
+        for number in range(len(self.rounds) + window - 1):
+            if number < len(self.rounds):
+                opened(self.rounds[number])
+            if number >= window - 1:
+                closed(self.rounds[number - window + 1])
+        return peak
+
+
+def lifetimes_of(schedule: Schedule, sources: Iterable[Shard]) -> Lifetimes:
+    """The lifetimes of one worker's shards.
+
+    A new shard opens with its first receive. One that is made of local parts alone opens where its old shards are last
+    sent from, so that they can go right after. Shards of whole refers keep their memory and appear nowhere. A worker
+    that leaves closes nothing: until it exits its copy is one that others can recover from.
+    """
+    first_receive: dict[Shard, int] = {}
+    last_send: dict[Shard, int] = {}
+    for number, scheduled in enumerate(schedule.rounds):
+        for message in scheduled.receives:
+            for t in message.transfers:
+                first_receive.setdefault(Shard(t.tensor, t.target_box), number)
+        for message in scheduled.sends:
+            for t in message.transfers:
+                last_send[Shard(t.tensor, t.source_box)] = number
+    parts: dict[Shard, list[Refer]] = {shard: [] for shard in first_receive}
+    for refer in schedule.refers:
+        if not refer.is_whole:
+            parts.setdefault(Shard(refer.tensor, refer.target_box), []).append(refer)
+
+    # Local steps are numbered up to -1, rounds from 0. The first local step only closes what nobody uses.
+    opening: dict[Shard, int] = {}
+    local: list[Shard] = []
+    for target, refers in parts.items():
+        sends = [last_send.get(Shard(r.tensor, r.source_box), -1) for r in refers]
+        opening[target] = first_receive.get(target, max(sends, default=-1))
+        if opening[target] < 0:
+            local.append(target)
+    for index, target in enumerate(local):
+        opening[target] = index - len(local)
+    last_use = dict(last_send)
+    for target, refers in parts.items():
+        for refer in refers:
+            old = Shard(refer.tensor, refer.source_box)
+            last_use[old] = max(last_use.get(old, opening[target]), opening[target])
+    kept = {Shard(r.tensor, r.source_box) for r in schedule.refers if r.is_whole}
+    first = -len(local) - 1
+    opens: dict[int, list[Shard]] = defaultdict(list)
+    closes: dict[int, list[Shard]] = defaultdict(list)
+    for target, step in opening.items():
+        opens[step].append(target)
+    leaves = not opening and not kept
+    for shard in sources:
+        if shard not in kept and not leaves:
+            closes[last_use.get(shard, first)].append(shard)
+
+    def step_at(number: int) -> Step:
+        refers = tuple(refer for target in opens[number] for refer in parts[target])
+        return Step(tuple(opens[number]), refers, tuple(closes[number]))
+
+    return Lifetimes(
+        tuple(step_at(number) for number in range(first, 0)),
+        tuple(step_at(number) for number in range(len(schedule.rounds))),
+    )
+
+
+def default_budget_bytes(old_bytes: int, new_bytes: int, shard_bytes: Iterable[int]) -> int:
+    """The larger of old and new state, and on top 10 % of it or its two largest tensors, whichever is more."""
+    larger = max(old_bytes, new_bytes)
+    return larger + max(larger // 10, sum(sorted(shard_bytes)[-2:]))
+
+
+def release_round_bytes(previous: Sequence[Manifest], current: Sequence[Manifest]) -> int:
+    """A bound of rounds that fits the default budgets of all workers: two rounds in flight, each sending and receiving
+    through buffers, take at most half of what a budget has on top."""
+    slacks = []
+    for old, new in zip(previous, current, strict=True):
+        old_bytes, new_bytes = (sum(shard.num_bytes for shard in manifest) for manifest in (old, new))
+        if new_bytes:
+            budget = default_budget_bytes(old_bytes, new_bytes, [shard.num_bytes for shard in (*old, *new)])
+            slacks.append(budget - max(old_bytes, new_bytes))
+    return max(1, min(slacks, default=1 << 20) // 16)

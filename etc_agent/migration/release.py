@@ -1,0 +1,144 @@
+"""`release` mode: old and new state do not fit together, so memory comes and goes with the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from etc_agent.migration.binding import BoundRound
+from etc_agent.migration.bits import copy_bits
+from etc_agent.migration.check import check_tensors, needed_shards
+from etc_agent.migration.engine import WINDOW, Migration
+from etc_agent.migration.lifetimes import Step, default_budget_bytes, lifetimes_of
+from etc_agent.migration.report import SpanRecorder
+from etc_agent.migration.storage import OnDemand
+from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
+from etc_agent.state.layout import Shard
+
+
+class ReleasingMigration(Migration):
+    """One worker's part of a plan in `release` mode.
+
+    New tensors are made as their first bytes are about to arrive; the storage of an old one is emptied when its last
+    bytes have gone, whoever else refers to it. A failure loses what was under way: `remaining` says what is left.
+
+    Args:
+        sources: the old local tensors by shard, given up by the caller.
+        device: where new tensors go.
+        budget_bytes: most bytes of old state, new state and staging at once; by default `default_budget_bytes`.
+        plan, worker, group, timeout_s, verify: as for `Migration`.
+
+    Attributes:
+        peak_bytes: most bytes that will be held at once, known after `prepare`.
+        budget_bytes: what they may be.
+
+    Raises:
+        MigrationError: a tensor is not what the plan says of it. That the budget is too small, `prepare` says.
+    """
+
+    def __init__(
+        self,
+        plan: MigrationPlan,
+        worker: int,
+        sources: Mapping[Shard, torch.Tensor],
+        group: Any,
+        *,
+        timeout_s: float,
+        device: torch.device | str = "cpu",
+        budget_bytes: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        self._old_shards, new_shards = needed_shards(plan, worker)
+        check_tensors(worker, "old", self._old_shards, sources)
+        self._device = torch.device(device)
+        self._on_demand = OnDemand(worker, sources, self._device)
+        self._setup(plan, worker, self._on_demand, group, timeout_s, verify)
+        self._on_demand.keep_whole(self._schedule.refers)
+        self._lifetimes = lifetimes_of(self._schedule, sources)
+        self._arrived: list[Transfer] = []
+        self._copied: list[Refer] = []
+        self.peak_bytes = 0
+        new_bytes = sum(shard.num_bytes for shard in new_shards)
+        sizes = [shard.num_bytes for shard in (*sources, *new_shards)]
+        self.budget_bytes = budget_bytes or default_budget_bytes(self._on_demand.old_bytes, new_bytes, sizes)
+
+    def prepare(self) -> None:
+        """Check the budget, agree on the plan with every other worker, warm the connections, touch staging buffers.
+
+        Raises:
+            MigrationError: the budget of a worker is too small, or as for `Migration.prepare`.
+        """
+        self._allocate_staging()
+        freed = self._on_demand.freed_bytes(self._lifetimes)
+        peak = self._lifetimes.peak_bytes(self._on_demand.old_bytes, freed, WINDOW) + self.staging_bytes
+        self.peak_bytes = peak
+        complaint = None
+        if peak > self.budget_bytes:
+            complaint = (
+                f"worker {self._worker}: this migration holds up to {peak:,} bytes at once, the budget is "
+                f"{self.budget_bytes:,} (old state {self._on_demand.old_bytes:,}, buffers {self.staging_bytes:,}); "
+                f"allow at least {peak:,}, or plan with smaller rounds"
+            )
+            self._staging = None
+        self._peers.meet(self._schedule, self._peers.agree(complaint, None))
+        self._on_demand.held_bytes += self.staging_bytes
+        self._on_demand.note()
+
+    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
+        """Take over replaced source tensors, before `run`.
+
+        Raises:
+            MigrationError: as for the constructor.
+        """
+        check_tensors(self._worker, "old", self._old_shards, sources)
+        self._hold(sources)
+        self._allocate_staging()
+
+    def remaining(self) -> dict[Shard, torch.Tensor]:
+        """What this worker holds of the state at any point, also after a failed run: old shards that are still there,
+        and the boxes of new ones that have arrived. No two overlap, so that it is a manifest to plan again from."""
+        held = dict(self._on_demand.sources)
+        for refer in self._copied:
+            if Shard(refer.tensor, refer.source_box) not in held:
+                held[Shard(refer.tensor, refer.box)] = self._part(refer)
+        for transfer in self._arrived:
+            held[Shard(transfer.tensor, transfer.box)] = self._part(transfer)
+        return held
+
+    def _hold(self, sources: Mapping[Shard, torch.Tensor]) -> None:
+        self._on_demand = OnDemand(self._worker, sources, self._device)
+        self._on_demand.keep_whole(self._schedule.refers)
+        self._storage = self._on_demand
+
+    def _part(self, of: Refer | Transfer) -> torch.Tensor:
+        return self._on_demand.targets[Shard(of.tensor, of.target_box)][of.box.within(of.target_box)]
+
+    # -- the rounds of this mode
+
+    def _before_rounds(self, recorder: SpanRecorder) -> None:
+        if self._lifetimes.local:
+            with recorder.span("local copies"):
+                for step in self._lifetimes.local:
+                    self._open(step)
+                    self._settle_copies()
+                    self._on_demand.close(step)
+
+    def _beside_rounds(self, recorder: SpanRecorder) -> None:
+        """Local copies are made as their targets open."""
+
+    def _take(self, number: int) -> BoundRound:
+        assert self._staging is not None
+        self._open(self._lifetimes.rounds[number])
+        return self._binder().bind(self._schedule.rounds[number], self._staging.slot(number))
+
+    def _done(self, number: int) -> None:
+        self._arrived += [t for message in self._schedule.rounds[number].receives for t in message.transfers]
+        self._on_demand.close(self._lifetimes.rounds[number])
+
+    def _open(self, step: Step) -> None:
+        self._on_demand.open(step)
+        local = self._binder().bind_local(step.refers)
+        copy_bits(local.copy_to, local.copy_from)
+        self._copied += step.refers

@@ -1,0 +1,160 @@
+"""Where a worker's old and new tensors live during a migration: the two modes of `Migration`.
+
+`Held` is `keep`: old and new state lie side by side, and the old one stays whole. `OnDemand` is `release`: a new tensor
+gets memory when its first bytes are about to arrive, an old one loses it when its last bytes have gone, and the sum
+stays below a budget that is checked before anything moves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from etc_agent.migration.bits import dtype_name
+from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.lifetimes import Lifetimes, Step
+from etc_agent.migration.pages import discard, prefault, prefer_huge_pages
+from etc_agent.migration.report import MemoryPoint
+from etc_agent.planner.plan import Refer
+from etc_agent.state.layout import Shard
+
+
+class Storage(Protocol):
+    """What `Migration` asks of a mode."""
+
+    sources: dict[Shard, torch.Tensor]
+    targets: dict[Shard, torch.Tensor]
+    timeline: list[MemoryPoint]
+
+    def source(self, shard: Shard) -> torch.Tensor: ...
+
+    def target(self, shard: Shard) -> torch.Tensor: ...
+
+
+class Held:
+    """Everything is there from the start and stays."""
+
+    def __init__(self, sources: Mapping[Shard, torch.Tensor], targets: Mapping[Shard, torch.Tensor]) -> None:
+        self.sources = dict(sources)
+        self.targets = dict(targets)
+        self.timeline: list[MemoryPoint] = []
+
+    def source(self, shard: Shard) -> torch.Tensor:
+        return self.sources[shard]
+
+    def target(self, shard: Shard) -> torch.Tensor:
+        return self.targets[shard]
+
+
+class OnDemand:
+    """Memory comes and goes with the steps.
+
+    Args:
+        sources: given up by the caller: their storages are emptied as the migration goes, whoever else refers to them.
+            A storage with bytes that no shard of `sources` covers stays.
+        device: where new tensors go.
+    """
+
+    def __init__(self, worker: int, sources: Mapping[Shard, torch.Tensor], device: torch.device) -> None:
+        self.sources = dict(sources)
+        self.targets: dict[Shard, torch.Tensor] = {}
+        self.timeline: list[MemoryPoint] = []
+        self._worker = worker
+        self._device = device
+        self._members: dict[int, set[Shard]] = defaultdict(set)
+        for shard, tensor in sources.items():
+            self._members[_storage_key(tensor)].add(shard)
+        self._pinned = {key for key, shards in self._members.items() if not self._covers(shards)}
+        self.old_bytes = sum(
+            self.sources[next(iter(shards))].untyped_storage().nbytes() for shards in self._members.values()
+        )
+        self.held_bytes = self.old_bytes
+        self.note()
+
+    def keep_whole(self, refers: Sequence[Refer]) -> None:
+        """Shards that are the same before and after become targets as they are."""
+        for refer in refers:
+            if refer.is_whole:
+                shard = Shard(refer.tensor, refer.box)
+                self.targets[shard] = self.sources[shard]
+                self._pinned.add(_storage_key(self.sources[shard]))
+
+    def freed_bytes(self, lifetimes: Lifetimes) -> dict[Shard, int]:
+        """What the close of each old shard will give back: a shared storage goes with the last of its shards."""
+        left = {key: set(shards) for key, shards in self._members.items()}
+        freed = {}
+        for step in (*lifetimes.local, *lifetimes.rounds):
+            for shard in step.closes:
+                key = _storage_key(self.sources[shard])
+                left[key].discard(shard)
+                if not left[key] and key not in self._pinned:
+                    freed[shard] = self.sources[shard].untyped_storage().nbytes()
+        return freed
+
+    def source(self, shard: Shard) -> torch.Tensor:
+        return self.sources[shard]
+
+    def target(self, shard: Shard) -> torch.Tensor:
+        """The new tensor; before its time, one of its shape without memory."""
+        tensor = self.targets.get(shard)
+        return tensor if tensor is not None else self._empty(shard, torch.device("meta"))
+
+    def open(self, step: Step) -> None:
+        """Provide memory for what the step brings into being."""
+        for shard in step.opens:
+            tensor = self._empty(shard, self._device)
+            if tensor.device.type == "cpu":
+                prefer_huge_pages(tensor)
+                prefault(tensor)
+            self.targets[shard] = tensor
+            self.held_bytes += shard.num_bytes
+        if step.opens:
+            self.note()
+
+    def close(self, step: Step) -> None:
+        """The step's copies and messages are done: take the memory of old shards away."""
+        for shard in step.closes:
+            tensor = self.sources.pop(shard)
+            key = _storage_key(tensor)
+            self._members[key].discard(shard)
+            if not self._members[key] and key not in self._pinned:
+                self.held_bytes -= _free(tensor)
+        if step.closes:
+            self.note()
+
+    def note(self) -> None:
+        """Put the present number of bytes on the timeline."""
+        self.timeline.append(MemoryPoint(time.time(), self.held_bytes))
+
+    def _covers(self, shards: set[Shard]) -> bool:
+        tensors = [self.sources[shard] for shard in shards]
+        spans = {(t.data_ptr(), t.nbytes) for t in tensors}
+        return sum(size for _, size in spans) >= tensors[0].untyped_storage().nbytes()
+
+    def _empty(self, shard: Shard, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.empty(shard.box.shape, dtype=getattr(torch, shard.tensor.dtype), device=device)
+        except RuntimeError as error:
+            raise MigrationError(
+                f"worker {self._worker}: no memory for {shard.num_bytes} bytes of {shard.tensor.name!r} "
+                f"({dtype_name(getattr(torch, shard.tensor.dtype))}) on {device}: {error}"
+            ) from error
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _free(tensor: torch.Tensor) -> int:
+    """Give the memory of a whole storage back; returns its bytes."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if storage.resizable():
+        storage.resize_(0)
+    else:  # of `SharedMemory`, or once seen by numpy
+        discard(tensor)
+    return size

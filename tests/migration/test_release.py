@@ -1,0 +1,176 @@
+"""Old and new state that do not fit together: memory comes and goes with the rounds, inside a budget."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.lifetimes import lifetimes_of, release_round_bytes
+from etc_agent.migration.release import ReleasingMigration
+from etc_agent.migration.schedule import schedule_for
+from etc_agent.planner.errors import MissingSourceError
+from etc_agent.planner.migration import make_plan
+from etc_agent.state.boxes import whole
+from etc_agent.state.layout import Manifest, Shard
+from tests.migration.processes import gloo, run_workers, values
+from tests.migration.states import grid, logical, same_bits, slice_of
+from tests.migration.test_engine import tp_layouts
+
+
+def matrices(count: int, old_tp: int, new_tp: int, workers: int) -> tuple[list[Manifest], list[Manifest]]:
+    """`count` float32 matrices of 64 KiB, every other one cut by columns."""
+    tensors = [logical(f"w{index:02}", (128, 128), torch.float32) for index in range(count)]
+
+    def layout(tp: int) -> list[Manifest]:
+        cut = [grid(t, (tp, 1) if index % 2 else (1, tp)) for index, t in enumerate(tensors)]
+        return [tuple(shards[rank] for shards in cut) if rank < tp else () for rank in range(workers)]
+
+    return layout(old_tp), layout(new_tp)
+
+
+def release(rank: int, size: int, store: dist.Store, old: list[Manifest], new: list[Manifest]) -> Any:
+    plan = make_plan(old, new, round_bytes=release_round_bytes(old, new))
+    sources = {shard: slice_of(shard) for shard in old[rank]}
+    migration = ReleasingMigration(plan, rank, sources, gloo(store, "m", rank, size), timeout_s=20, verify=True)
+    migration.prepare()
+    report = migration.run()
+    targets = migration.targets
+    wrong = [shard for shard in new[rank] if shard.num_bytes and not same_bits(targets[shard], slice_of(shard))]
+    left = sum(t.untyped_storage().nbytes() for shard, t in sources.items() if shard not in targets)
+    peak = max(point.held_bytes for point in report.timeline)
+    sizes = [sum(shard.num_bytes for shard in manifest[rank]) for manifest in (old, new)]
+    return wrong, left, peak, migration.peak_bytes, migration.budget_bytes, report.timeline[-1].held_bytes, sizes
+
+
+def release_several(rank: int, size: int, store: dist.Store) -> Any:
+    cases = [matrices(24, 2, 4, 4), matrices(24, 4, 2, 4), matrices(24, 4, 3, 4), tp_layouts(2, 4, 4)]
+    return [release(rank, size, dist.PrefixStore(str(n), store), *case) for n, case in enumerate(cases)]
+
+
+def test_old_storage_goes_as_the_new_one_comes_and_never_beyond_the_budget() -> None:
+    for outcomes in values(run_workers(release_several, 4)):
+        for wrong, left, peak, predicted, budget, _, (_, new_bytes) in outcomes:
+            assert wrong == []
+            assert left == 0 or new_bytes == 0  # a worker that leaves keeps its copy for the others
+            assert peak <= predicted <= budget
+        *_, (old_bytes, new_bytes) = outcomes[1]
+        assert outcomes[1][2] < old_bytes + new_bytes
+
+
+def test_a_step_that_only_compacts_holds_one_tensor_twice_at_most() -> None:
+    old, new = matrices(24, 1, 2, 2)
+    old = [old[0], old[0]]
+    plan = make_plan(old, new)
+    assert plan.moved_bytes == 0
+    lifetimes = lifetimes_of(schedule_for(plan, 0), old[0])
+    freed = {shard: shard.num_bytes for shard in old[0]}
+    old_bytes = sum(freed.values())
+    assert lifetimes.peak_bytes(old_bytes, freed, window=2) == old_bytes + new[0][0].num_bytes
+
+
+def too_small(rank: int, size: int, store: dist.Store) -> str:
+    old, new = matrices(4, 1, 2, 2)
+    sources = {shard: slice_of(shard) for shard in old[rank]}
+    budget = 300_000 if rank == 0 else 1 << 30
+    migration = ReleasingMigration(
+        make_plan(old, new), rank, sources, gloo(store, "m", rank, size), timeout_s=20, budget_bytes=budget
+    )
+    with pytest.raises(MigrationError) as caught:
+        migration.prepare()
+    assert all(same_bits(tensor, slice_of(shard)) for shard, tensor in sources.items())
+    return str(caught.value)
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_moves() -> None:
+    first, second = values(run_workers(too_small, 2))
+    assert "the budget is 300,000" in first
+    assert "allow at least" in first
+    assert second == "worker 1: worker 0 cannot take part; see its error"
+
+
+def shared_storage(rank: int, size: int, store: dist.Store) -> Any:
+    flat = torch.arange(64, dtype=torch.float32)
+    names = [logical("flat.a", (32,), torch.float32), logical("flat.b", (32,), torch.float32)]
+    old: list[Manifest] = [tuple(Shard(t, whole((32,))) for t in names), ()]
+    new: list[Manifest] = [(Shard(names[0], whole((32,))),), (Shard(names[1], whole((32,))),)]
+    sources = {shard: flat[32 * i : 32 * (i + 1)] for i, shard in enumerate(old[rank])}
+    migration = ReleasingMigration(make_plan(old, new), rank, sources, gloo(store, "m", rank, size), timeout_s=20)
+    migration.prepare()
+    migration.run()
+    (tensor,) = migration.targets.values()
+    return tensor.tolist(), flat.untyped_storage().nbytes()
+
+
+def test_a_storage_that_a_kept_shard_shares_stays() -> None:
+    (kept, kept_bytes), (moved, _) = values(run_workers(shared_storage, 2))
+    assert kept == list(range(32))
+    assert moved == list(range(32, 64))
+    assert kept_bytes == 256
+
+
+def lose_a_peer(rank: int, size: int, store: dist.Store, replicated: bool) -> Any:
+    """Worker 2 dies at a round of its own; the rest plan again from what they hold, over a new group."""
+    old, new = matrices(12, 1, 2, 4)
+    old = [old[0], old[0] if replicated else (), (), ()]
+    new = [new[0], (), new[1], ()]
+    plan = make_plan(old, new, round_bytes=32 << 10)
+    sources = {shard: slice_of(shard) for shard in old[rank]}
+    migration = ReleasingMigration(plan, rank, sources, gloo(store, "m", rank, size), timeout_s=3)
+    migration.prepare()
+
+    def die(done: int, total: int) -> None:
+        if rank == 2 and done > total // 2:
+            os._exit(1)
+
+    failed = None
+    try:
+        migration.run(die)
+    except MigrationError as error:
+        failed = str(error)
+    remaining = migration.remaining()
+    ok = all(same_bits(tensor, slice_of(shard)) for shard, tensor in remaining.items())
+    survivors = [0, 1, 3]
+    store.set(f"left{rank}", repr(sorted(remaining)))
+    namespace = _names()
+    left = [tuple(eval(store.get(f"left{worker}"), namespace)) for worker in survivors]
+    needed = [new[0], (), new[2]]
+    me = survivors.index(rank)
+    try:
+        again = make_plan(left, needed)
+    except MissingSourceError as error:
+        return failed, ok, str(error)
+    second = ReleasingMigration(again, me, remaining, gloo(store, "again", me, 3), timeout_s=5, budget_bytes=1 << 30)
+    second.prepare()
+    second.run()
+    return failed, ok, all(same_bits(second.targets[shard], slice_of(shard)) for shard in needed[me])
+
+
+def _names() -> dict[str, Any]:
+    from etc_agent.state.boxes import Box
+    from etc_agent.state.layout import LogicalTensor
+
+    return {"Shard": Shard, "Box": Box, "LogicalTensor": LogicalTensor}
+
+
+def test_after_a_loss_the_rest_plan_again_from_what_they_hold() -> None:
+    outcomes = run_workers(lose_a_peer, 4, True)
+    assert outcomes[2].value is None
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        assert outcome.error is None, outcome.error
+        _, remaining_is_right, recovered = outcome.value
+        assert remaining_is_right
+        assert recovered is True
+    assert any("worker 2" in outcome.value[0] for outcome in (outcomes[0], outcomes[1]) if outcome.value[0])
+
+
+def test_what_no_survivor_holds_is_reported_as_lost_by_name() -> None:
+    outcomes = run_workers(lose_a_peer, 4, False)
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        assert outcome.error is None, outcome.error
+        assert outcome.value[1]
+        assert "w0" in outcome.value[2]
