@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
 from etc_agent.parallel.topology import Placement, Slot, Topology
 from etc_agent.planner.errors import PlanError
@@ -51,7 +52,8 @@ class Sketch:
     `placement`: virtual rank -> slot. `pairs`: the migration sketch, (current rank, previous worker) for every rank
     placed on a slot that had a worker. `moved_bytes`: received by all workers. `between_nodes_bytes`: the part of it
     that no worker of the receiver's node holds. `bottleneck_s`: time of the busiest port (`etc_agent.planner.loads`).
-    `changed_ranks`: ranks on another slot than the previous rank of this number.
+    `changed_ranks`: ranks on another slot than the previous rank of this number. `bound_s`: a time that no placement on
+    these slots can beat.
     """
 
     placement: Placement
@@ -60,6 +62,7 @@ class Sketch:
     between_nodes_bytes: int
     bottleneck_s: float = 0.0
     changed_ranks: int = 0
+    bound_s: float = 0.0
 
     @property
     def num_nodes(self) -> int:
@@ -159,6 +162,7 @@ class _Search:
             round((total - inside) * unit),
             self.fabric.loads(placement).seconds,
             int((keep.home != chosen).sum()),
+            self._bound(range(len(spots.node_names))),
         )
 
     def best(self, nodes: Sequence[int], least: Least) -> NDArray[np.intp]:
@@ -218,12 +222,17 @@ class _Search:
         return chosen
 
     def _bound(self, nodes: Sequence[int]) -> float:
-        """A time that no placement on `nodes` can beat: everything that must cross, through all who can send it."""
-        crossing = (self.needed[:, None] - self.keep.on_node[:, list(nodes)]).min(axis=1)
-        total = crossing[self.keep.class_of_rank].sum() * self.unit
+        """A time that no placement on `nodes` can beat: the least that must cross, through all who can send it."""
+        classes, spots = self.keep.class_of_rank, self.spots
+        crossing = self.needed[:, None] - self.keep.on_node[:, list(nodes)]
+        if len(classes) > MAX_ASSIGNED:
+            least = crossing.min(axis=1)[classes].sum()
+        else:
+            cost = np.repeat(crossing, spots.capacity[list(nodes)], axis=1)[classes]
+            least = cost[linear_sum_assignment(cost)].sum()
         senders = np.unique(self.fabric.holder_ports.indices)
         speed = self.fabric.ports.bytes_per_s[senders].sum()
-        return float(total / speed) if total else 0.0
+        return float(least * self.unit / speed) if least > 0.5 else 0.0
 
     # ---- small problems -------------------------------------------------------------------------------------------
 

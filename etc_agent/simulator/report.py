@@ -1,0 +1,158 @@
+"""The account of a change on a modelled cluster: who keeps what, bytes per link, bottleneck, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etc_agent.parallel.topology import Placement, Slot, Topology
+from etc_agent.planner.loads import ports_of
+from etc_agent.planner.memory import peak_bytes
+from etc_agent.planner.migration import make_plan
+from etc_agent.planner.model_holdings import model_holdings
+from etc_agent.planner.paper import paper_sketch
+from etc_agent.planner.placement import Least, Sketch, place_holdings
+from etc_agent.planner.plan import MigrationPlan
+from etc_agent.state.layout import Manifest
+from etc_agent.state.sharding import Sharding
+
+Policy = Literal["etc", "paper"]
+MAX_LISTED = 128
+"""Workers up to which the plan is written out transfer by transfer."""
+FABRIC_BYTES_PER_S = 450e9
+"""Between slots of one node, where nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Report:
+    """`kept_bytes`: per current rank. The rest only where the job is small enough to be written out, else None.
+
+    `traffic`: bytes from node to node, (nodes, nodes), in the order of the topology. `port_bytes`: name -> (sent,
+    received) between nodes. `peak_bytes`: per worker in the memory mode asked for. `digest`, `num_rounds`,
+    `num_transfers`: of the plan.
+    """
+
+    previous: Sharding
+    current: Sharding
+    topology: Topology
+    previous_placement: Placement
+    sketch: Sketch
+    policy: Policy
+    kept_bytes: tuple[int, ...]
+    needed_bytes: tuple[int, ...]
+    predicted_s: float
+    traffic: NDArray[np.int64] | None = None
+    port_bytes: dict[str, tuple[int, int]] | None = None
+    peak_bytes: tuple[int, ...] | None = None
+    num_rounds: int | None = None
+    num_transfers: int | None = None
+    digest: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON values; sizes in bytes, times in seconds."""
+        return {
+            "model": self.previous.model.name,
+            "from": str(self.previous.config),
+            "to": str(self.current.config),
+            "policy": self.policy,
+            "nodes": {node.name: node.num_slots for node in self.topology.nodes},
+            "previous_placement": [str(slot) for slot in self.previous_placement],
+            "placement": [str(slot) for slot in self.sketch.placement],
+            "sketch": [list(pair) for pair in self.sketch.pairs],
+            "nodes_occupied": self.sketch.num_nodes,
+            "needed_bytes": list(self.needed_bytes),
+            "kept_bytes": list(self.kept_bytes),
+            "moved_bytes": self.sketch.moved_bytes,
+            "between_nodes_bytes": self.sketch.between_nodes_bytes,
+            "changed_ranks": self.sketch.changed_ranks,
+            "bottleneck_s": self.sketch.bottleneck_s,
+            "lower_bound_s": self.sketch.bound_s,
+            "predicted_s": self.predicted_s,
+            "ports": self.port_bytes,
+            "traffic_bytes": None if self.traffic is None else self.traffic.tolist(),
+            "peak_bytes": self.peak_bytes,
+            "rounds": self.num_rounds,
+            "transfers": self.num_transfers,
+            "digest": self.digest,
+        }
+
+
+def report(
+    previous: Sharding,
+    current: Sharding,
+    topology: Topology,
+    *,
+    policy: Policy = "etc",
+    least: Least = "time",
+    pack: bool = False,
+    excluded: Collection[str] = (),
+    previous_placement: Placement | None = None,
+    memory: Literal["keep", "release"] = "keep",
+    budget_bytes: int | None = None,
+) -> Report:
+    """Plan the change from `previous`, placed in node order unless said otherwise, to `current`.
+
+    Raises:
+        PlanError: the change does not fit the topology or the budget.
+    """
+    where = previous_placement or topology.slots[: previous.config.num_ranks]
+    holdings = model_holdings(previous, current)
+    if policy == "paper":
+        free = [slot for slot in topology.slots if slot.node not in excluded]
+        layers = previous.model.num_layers
+        sketch = paper_sketch(holdings, layers, previous.config, current.config, free, where, topology)
+    else:
+        sketch = place_holdings(
+            holdings, topology.slots, where, topology,
+            group_size=current.config.tp, excluded=excluded, pack=pack, least=least,
+        )
+    needed, common = holdings.needed_bytes(), holdings.common_bytes()
+    kept = [0] * current.config.num_ranks
+    for rank, worker in sketch.pairs:
+        kept[rank] = int(common[rank, worker])
+    basis = (previous, current, topology, where, sketch, policy, tuple(kept), tuple(map(int, needed)))
+    inside = max((int(n) - k for n, k in zip(needed, kept, strict=True)), default=0) / FABRIC_BYTES_PER_S
+    if max(len(where), len(sketch.placement)) > MAX_LISTED:
+        return Report(*basis, max(sketch.bottleneck_s, inside))
+    slots, old, new = _by_worker(previous, current, where, sketch.placement)
+    names = [node.name for node in topology.nodes]
+    nodes = [names.index(slot.node) for slot in slots]
+    plan = make_plan(old, new, nodes=nodes, budget_bytes=budget_bytes)
+    traffic, ports, seconds = _links(plan, slots, nodes, topology)
+    mode: Literal["keep", "release"] = memory if budget_bytes is None else "release"
+    return Report(
+        *basis, max(seconds, inside), traffic, ports, peak_bytes(plan, old, new, mode),
+        len(plan.rounds), sum(map(len, plan.rounds)), plan.digest,
+    )
+
+
+def _by_worker(
+    previous: Sharding, current: Sharding, where: Placement, placement: Placement
+) -> tuple[list[Slot], list[Manifest], list[Manifest]]:
+    """(slot, previous manifest, current manifest) of every worker, those of the previous generation first."""
+    slots = list(dict.fromkeys([*where, *placement]))
+    held, wanted = dict(zip(where, previous.layout(), strict=True)), dict(zip(placement, current.layout(), strict=True))
+    return slots, [held.get(slot, ()) for slot in slots], [wanted.get(slot, ()) for slot in slots]
+
+
+def _links(
+    plan: MigrationPlan, slots: Sequence[Slot], nodes: Sequence[int], topology: Topology
+) -> tuple[NDArray[np.int64], dict[str, tuple[int, int]], float]:
+    """(bytes from node to node, port -> (sent, received), time of the busiest port) of the written plan."""
+    ports = ports_of(topology, slots)
+    traffic = np.zeros((len(topology.nodes), len(topology.nodes)), dtype=np.int64)
+    sent, received = np.zeros(len(ports.names), np.int64), np.zeros(len(ports.names), np.int64)
+    for transfers in plan.rounds:
+        for transfer in transfers:
+            source, target = nodes[transfer.source], nodes[transfer.target]
+            traffic[source, target] += transfer.num_bytes
+            if source != target:
+                sent[ports.of[slots[transfer.source]]] += transfer.num_bytes
+                received[ports.of[slots[transfer.target]]] += transfer.num_bytes
+    seconds = float((np.maximum(sent, received) / ports.bytes_per_s).max()) if len(sent) else 0.0
+    loads = {name: (int(out), int(into)) for name, out, into in zip(ports.names, sent, received, strict=True)}
+    return traffic, loads, seconds

@@ -1,0 +1,208 @@
+"""``etc-ctl plan``: what a change of size would do, on paper. Needs no cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.topology import Node, Topology
+from etc_agent.planner.model_holdings import model_holdings
+from etc_agent.planner.placement import place_holdings
+from etc_agent.planner.predict import Device, Training, rank_configs
+from etc_agent.simulator.report import Report, report
+from etc_agent.state.model import ModelDescription
+from etc_agent.state.sharding import Sharding
+from launcher.plan_plot import draw
+
+_GROUP = re.compile(r"([0-9]+)x([0-9]+)")
+MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
+_MAX_NODES_SHOWN = 24
+
+
+def read_model(name: str) -> ModelDescription:
+    """A description from a YAML or JSON file, or one of those in configs/models by its name.
+
+    Raises:
+        ValueError: there is no such file, or what is in it is no description.
+    """
+    path = Path(name)
+    if not path.exists():
+        path = MODELS / f"{name}.yaml"
+    if not path.exists():
+        known = ", ".join(sorted(entry.stem for entry in MODELS.glob("*.yaml")))
+        raise ValueError(f"--model {name}: no such file, and none of the known models ({known})")
+    try:
+        value = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--model {name}: not YAML or JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"--model {name}: expected a mapping of fields such as num_layers and hidden")
+    return ModelDescription.from_json(value)
+
+
+def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bool) -> Topology:
+    """``3x8`` is three nodes of eight slots; ``2x8+1x4`` adds one of four.
+
+    Raises:
+        ValueError: `text` is not of that form.
+    """
+    groups = [_GROUP.fullmatch(part.strip()) for part in text.split("+")]
+    if any(group is None or 0 in map(int, group.groups()) for group in groups):
+        raise ValueError(f"--nodes {text!r}: write nodes x slots, like 3x8 or 2x8+1x4")
+    sizes = [int(group[2]) for group in groups if group is not None for _ in range(int(group[1]))]
+    return Topology(tuple(
+        Node(f"node-{index}", size, num_nics or size, nic_gbit * 1e9 / 8, not own_nics)
+        for index, size in enumerate(sizes)
+    ))
+
+
+@click.command("plan")
+@click.option("--model", required=True, help="Model description: a YAML or JSON file, or a name in configs/models.")
+@click.option("--from", "before", required=True, help="Present parallel config, like PP4TP2.")
+@click.option("--to", "after", help="New parallel config. Without it the best one for the nodes is chosen.")
+@click.option("--nodes", required=True, help="The cluster, as nodes x slots: 3x8, or 2x8+1x4.")
+@click.option("--policy", type=click.Choice(["etc", "paper"]), default="etc", show_default=True)
+@click.option("--least", type=click.Choice(["time", "bytes"]), default="time", show_default=True,
+              help="What to minimise first.")
+@click.option("--pack/--no-pack", default=None, help="Occupy the fewest nodes. Default: when the job shrinks.")
+@click.option("--exclude", multiple=True, help="A node to be drained, like node-2: it gives its state and takes none.")
+@click.option("--nics", type=click.IntRange(1), help="NICs per node.  [default: one per slot]")
+@click.option("--nic-gbit", type=click.FloatRange(0, min_open=True), default=100.0, show_default=True,
+              help="Speed of a NIC in Gb/s.")
+@click.option("--own-nics", is_flag=True, help="Each slot is bound to one NIC instead of sharing its node's.")
+@click.option("--zero1", is_flag=True, help="Optimizer state is split over data-parallel replicas.")
+@click.option("--memory-gib", type=click.FloatRange(0, min_open=True), default=80.0, show_default=True,
+              help="Memory of a slot, for choosing a config.")
+@click.option("--global-batch", type=click.IntRange(1), default=256, show_default=True,
+              help="Sequences per step, for choosing a config.")
+@click.option("--budget-gib", type=click.FloatRange(0, min_open=True),
+              help="Most state a worker may hold at any time during the change.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (SVG).")
+def plan(
+    model: str, before: str, after: str | None, nodes: str, policy: str, least: str, pack: bool | None,
+    exclude: Sequence[str], nics: int | None, nic_gbit: float, own_nics: bool, zero1: bool, memory_gib: float,
+    global_batch: int, budget_gib: float | None, as_json: bool, plot: Path | None,
+) -> None:
+    """Show what a change of the parallel config would move, without a cluster."""
+    try:
+        result, why = _plan(
+            model, before, after, read_nodes(nodes, num_nics=nics, nic_gbit=nic_gbit, own_nics=own_nics), policy, least,
+            pack, exclude, zero1, memory_gib, global_batch, budget_gib,
+        )
+        if plot is not None:
+            plot.write_text(draw(result))
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(result.to_json() | ({"choice": why.splitlines()} if why else {})))
+        return
+    if why:
+        click.echo(why)
+    _print(result)
+
+
+def _plan(
+    model_name: str, before: str, after: str | None, topology: Topology, policy: str, least: str, pack: bool | None,
+    exclude: Sequence[str], zero1: bool, memory_gib: float, global_batch: int, budget_gib: float | None,
+) -> tuple[Report, str]:
+    """(the report, why this config was chosen)."""
+    model = read_model(model_name)
+    model = replace(model, zero1=model.zero1 or zero1)
+    for name in exclude:
+        topology.node(name)
+    present = ParallelConfig.parse(before)
+    if present.num_ranks > len(topology.slots):
+        raise ValueError(f"--from {present} has {present.num_ranks} ranks, --nodes {len(topology.slots)} slots")
+    previous = Sharding(model, present)
+
+    def report_of(config: ParallelConfig, packed: bool | None) -> Report:
+        shrinks = config.num_ranks < present.num_ranks
+        return report(
+            previous, Sharding(model, config), topology,
+            policy="paper" if policy == "paper" else "etc", least="bytes" if least == "bytes" else "time",
+            pack=shrinks if packed is None else packed, excluded=exclude,
+            budget_bytes=None if budget_gib is None else int(budget_gib * (1 << 30)),
+        )
+
+    if after is not None:
+        return report_of(ParallelConfig.parse(after), pack), ""
+    free = [slot for slot in topology.slots if slot.node not in exclude]
+    choice = rank_configs(
+        model, len(free), topology,
+        device=Device(memory_bytes=int(memory_gib * (1 << 30))), training=Training(global_batch=global_batch),
+        migration_s=lambda config: _migration_s(previous, config, topology, exclude),
+    )
+    return report_of(choice.best, pack), choice.explain()
+
+
+def _migration_s(
+    previous: Sharding, config: ParallelConfig, topology: Topology, exclude: Sequence[str]
+) -> float:
+    """Predicted seconds of the change to `config`."""
+    holdings = model_holdings(previous, Sharding(previous.model, config))
+    where = topology.slots[: previous.config.num_ranks]
+    return place_holdings(
+        holdings, topology.slots, where, topology, group_size=config.tp, excluded=exclude
+    ).bottleneck_s
+
+
+def _print(result: Report) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    sketch, topology = result.sketch, result.topology
+    console.print(
+        f"{result.previous.model.name}: {result.previous.config} ({result.previous.config.num_ranks} ranks) -> "
+        f"{result.current.config} ({result.current.config.num_ranks} ranks) on {len(topology.nodes)} nodes, "
+        f"policy {result.policy}"
+    )
+    if len(topology.nodes) <= _MAX_NODES_SHOWN:
+        console.print(_node_table(result))
+    kept = sum(result.kept_bytes)
+    console.print(
+        f"kept in place {_size(kept)}, moved {_size(sketch.moved_bytes)}, "
+        f"between nodes {_size(sketch.between_nodes_bytes)}; "
+        f"{len(sketch.pairs)} of {len(sketch.placement)} ranks on a worker that was there, "
+        f"{sketch.num_nodes} nodes occupied"
+    )
+    console.print(
+        f"busiest port {sketch.bottleneck_s:.4g} s (no placement beats {sketch.bound_s:.4g} s), "
+        f"predicted {result.predicted_s:.4g} s"
+    )
+    if result.port_bytes is not None and result.peak_bytes is not None:
+        name, (sent, received) = max(result.port_bytes.items(), key=lambda item: max(item[1]))
+        console.print(f"busiest link {name}: {_size(sent)} sent, {_size(received)} received between nodes")
+        console.print(
+            f"{result.num_transfers} transfers in {result.num_rounds} rounds; peak state of a worker "
+            f"{_size(max(result.peak_bytes))}; plan {(result.digest or '')[:12]}"
+        )
+
+
+def _node_table(result: Report) -> Table:
+    table = Table("node", "before", "after", "kept", "received", box=None)
+    for node in result.topology.nodes:
+        was = [str(rank) for rank, slot in enumerate(result.previous_placement) if slot.node == node.name]
+        now = [rank for rank, slot in enumerate(result.sketch.placement) if slot.node == node.name]
+        kept = sum(result.kept_bytes[rank] for rank in now)
+        needed = sum(result.needed_bytes[rank] for rank in now)
+        table.add_row(
+            node.name, " ".join(was) or "-", " ".join(map(str, now)) or "-", _size(kept), _size(needed - kept)
+        )
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}" if unit != "B" else f"{num_bytes} B"
+        value /= 1000
+    return f"{value:.4g} TB"
