@@ -77,7 +77,10 @@ class Seat:
 
 @dataclass(slots=True, eq=False)
 class PreparedGeneration:
-    """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried."""
+    """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried.
+
+    `old_shards`: the shards of the live state by name, so that the switch need not work them out again.
+    """
 
     generation: Generation
     slot: Slot
@@ -86,6 +89,7 @@ class PreparedGeneration:
     plan: MigrationPlan
     migration: Migration
     next: LiveGeneration | None
+    old_shards: dict[str, Shard]
     old_stream: tuple[Shard, torch.Tensor] | None
     new_stream: tuple[Shard, torch.Tensor] | None
     phases_ms: dict[str, float] = field(default_factory=dict)
@@ -159,7 +163,8 @@ def prepare(
             following = LiveGeneration(generation.id, world, vote, state, context)
         undo.pop_all()
     return PreparedGeneration(
-        generation, slot, seat, group, plan, migration, following, old_stream, new_stream, phases_ms
+        generation, slot, seat, group, plan, migration, following,
+        {shard.tensor.name: shard for shard in sources}, old_stream, new_stream, phases_ms,
     )
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import host_state, load_host_state, rng_state, set_rng_state, shards_of
+from etc_agent.integrations.tensors import local_tensor, named_tensors, shard_of
 from etc_agent.worker.environment import environment_of
 from etc_agent.worker.exchange import broadcast_json
 from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line
@@ -126,7 +127,10 @@ def _migrate(
 
 def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str | None) -> None:
     """Take the state as the last step left it: the optimizer may have replaced tensors since the preparation."""
-    sources = shards_of(live.state)
+    sources = {
+        prepared.old_shards.get(name) or shard_of(name, tensor): local_tensor(tensor)
+        for name, tensor in named_tensors(live.state).items()
+    }
     if prepared.old_stream is not None:
         shard, buffer = prepared.old_stream
         buffer.copy_(rng_state(live.parallel.device))

@@ -63,6 +63,26 @@ def _worker_main(environment: dict[str, str], log: str, arguments: tuple[str, in
     tiny_job.main(Path(directory), num_steps, pause_s, fault)
 
 
+def _run_code(environment: dict[str, str], log: str, code: str) -> None:
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.path.insert(0, str(Path(__file__).parent))
+    exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
+
+
+def run_script(code: str, log: Path, environment: dict[str, str], timeout_s: float = 60.0) -> tuple[int | None, str]:
+    """Run a few lines as a script of its own, without an agent; its exit code, and all that it wrote."""
+    process = _context.Process(target=_run_code, args=({"OMP_NUM_THREADS": "1", **environment}, str(log), code))
+    process.start()
+    process.join(timeout_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode, log.read_text()
+
+
 @dataclass(eq=False)
 class WorkerHandle:
     """One worker process and what it has said."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mini_agent import NODE, MiniAgent
+from mini_agent import NODE, MiniAgent, run_script
 
 from etc_agent.control.messages import Armed, Prepared, Raised, Refused
 from etc_agent.parallel.topology import Slot
@@ -138,6 +138,22 @@ def test_a_withdrawn_generation_leaves_the_present_one_training_and_its_joiners_
         agent.first_steps()
 
 
+def test_a_generation_armed_on_some_workers_only_can_still_be_withdrawn(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+        agent.start("PP2")
+        generation, everyone = agent.prepare("PP3")
+        for each in everyone:
+            agent.hear(each, Prepared, generation=generation.id)
+        for each in (slot(0), slot(2)):
+            agent.send(each, Armed(generation.id))
+        last = agent.steps()[-1]["step"]
+        agent.wait_for(lambda: agent.steps()[-1]["step"] > last + 3, "steps that vote in vain for generation 2")
+        agent.withdraw(generation, everyone)
+        agent.change("PP3")
+        agent.first_steps()
+        assert {line["generation"] for line in agent.steps()} <= {1, 3}
+
+
 def test_a_migration_that_fails_on_one_worker_is_voted_down_and_everyone_stays(tmp_path: Path) -> None:
     with MiniAgent(tmp_path, pause_s=0.02, fault={"forget_scheduler": [2, 1]}) as agent:
         agent.start("PP2")
@@ -181,13 +197,6 @@ def test_an_exception_in_user_code_is_told_to_the_agent_and_surfaces_with_its_tr
         logs = agent.logs()
         assert "KeyError: 'a bug in user code'" in logs
         assert 'raise KeyError("a bug in user code")' in logs
-
-
-def run_by_hand(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60,
-    )
 
 
 def test_the_same_script_runs_at_a_fixed_size_under_plain_torchrun(tmp_path: Path) -> None:
@@ -245,7 +254,9 @@ def test_the_same_script_runs_at_a_fixed_size_under_plain_torchrun(tmp_path: Pat
     ],
     ids=["init before", "init inside", "no commit", "wrong size", "no state", "bad config"],
 )
-def test_a_mistake_in_the_script_is_one_clear_line(code: str, environment: dict[str, str], message: str) -> None:
-    done = run_by_hand(code, **environment)
-    assert done.returncode == 1
-    assert message in " ".join(done.stderr.split())
+def test_a_mistake_in_the_script_is_one_clear_line(
+    code: str, environment: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    exit_code, written = run_script(code, tmp_path / "script.log", environment)
+    assert exit_code == 1
+    assert message in " ".join(written.split())
