@@ -6,8 +6,8 @@
 
 Trains the model of train_gpt.py up to `--steps`, then saves. The checkpoint holds what a session moves: parameters,
 buffers, optimizer state, schedule, step; PyTorch reshards it on loading. Rank 0 prints one JSON line per event, with
-the time of day in seconds: imported (Python and its modules are up), ready (state restored or initialised), first_step and
-last_step (the end of that step), saved.
+the time of day in seconds: imported (Python and its modules are up), ready (state restored or initialised), first_step
+and last_step (the end of that step), saved.
 """
 
 from __future__ import annotations

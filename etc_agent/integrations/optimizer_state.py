@@ -28,7 +28,7 @@ def create_optimizer_state(state: TrainState) -> None:
     (RNG, default device, default dtype), so this can run beside training.
 
     Raises:
-        EtcError: the optimizer cannot step over meta tensors with zero gradients.
+        EtcError: the optimizer cannot step over zero gradients alone.
     """
     if state.optimizer is None:
         return
@@ -37,7 +37,7 @@ def create_optimizer_state(state: TrainState) -> None:
         local = local_tensor(param)
         key = (id(group), tuple(local.shape), local.dtype)
         if key not in known:
-            known[key] = _probe(state.optimizer, group, torch.empty_like(local, device="meta"))
+            known[key] = _probe_structure(state.optimizer, group, local)
         on_device = bool(group.get("fused") or group.get("capturable"))
         state.optimizer.state[param] = {
             name: _like_param(value, param, on_device) for name, value in known[key].items()
@@ -82,6 +82,19 @@ def _without_state(state: TrainState) -> list[tuple[dict[str, Any], torch.Tensor
     ]
 
 
+def _probe_structure(optimizer: Optimizer, group: dict[str, Any], local: torch.Tensor) -> ParamState:
+    """The state of a parameter of `local`'s shape and dtype: tensors on meta, scalars real."""
+    try:
+        return _probe(optimizer, group, torch.empty_like(local, device="meta"))
+    except EtcError:
+        # Some (ASGD, Adafactor) read a norm back to the host, which only a real tensor has.
+        real = _probe(optimizer, group, torch.zeros(local.shape, dtype=local.dtype, device="cpu"))
+    return {
+        key: value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value
+        for key, value in real.items()
+    }
+
+
 class _FirstValues(dict[str, Any]):
     """State of one probed parameter that remembers each tensor as it was when first assigned."""
 
@@ -115,7 +128,7 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> 
         step(probe)
     except Exception as error:
         raise EtcError(
-            f"{type(optimizer).__name__} cannot step over meta tensors with zero gradients ({error}); "
+            f"{type(optimizer).__name__} cannot step over a zero gradient ({error}); "
             "its state cannot be prepared, use an optimizer whose state depends on shapes alone"
         ) from error
     recorded = probe.state[param]

@@ -13,7 +13,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from etc_agent.integrations.native import TrainState, shards_of
 from gpt.options import VOCABULARY, GptOptions
-from gpt.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, ShardParameters, VocabEmbedding
+from gpt.tensor_parallel import (
+    ColumnLinear,
+    GatheredLinear,
+    RowLinear,
+    ShardParameters,
+    VocabEmbedding,
+    column_input,
+)
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
@@ -57,11 +64,12 @@ class Block(nn.Module):
         self.down = RowLinear(4 * options.hidden, options.hidden)
 
     def forward(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        h = self.attention_norm(x)
+        h = column_input(self.attention_norm(x), self.query, self.key, self.value)
         query, key, value = (self._by_head(layer(h)) for layer in (self.query, self.key, self.value))
         attended = F.scaled_dot_product_attention(rotary(query), rotary(key), value, is_causal=True)
         x = x + self._dropped(self.out(attended.transpose(1, 2).flatten(2)))
-        return x + self._dropped(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+        h = column_input(self.mlp_norm(x), self.up)
+        return x + self._dropped(self.down(F.gelu(self.up(h))))
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (-1, self._head_width)).transpose(1, 2)

@@ -87,23 +87,29 @@ def drop_gradients(model: nn.Module) -> None:
                 leaf.grad = None
 
 
+def column_input(x: torch.Tensor, *layers: ColumnLinear) -> torch.Tensor:
+    """`x` as the input of several `ColumnLinear`: each tp rank has a part of its gradient, summed here once for all."""
+    group = layers[0].group
+    return x if group is None else _SumGradient.apply(x, group)
+
+
 class ColumnLinear(TensorParallelModule, nn.Linear):
-    """A linear layer whose outputs are cut over tp (weight and bias on dim 0): (..., in) -> (..., out / tp)."""
+    """A linear layer whose outputs are cut over tp (weight and bias on dim 0): (..., in) -> (..., out / tp).
+
+    Its input must have passed through `column_input`.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group is None:
             return super().forward(x)
-        return F.linear(_SumGradient.apply(x, self.group), self.local("weight"), self._local_bias())
-
-    def _local_bias(self) -> torch.Tensor | None:
-        return self.local("bias") if self.bias is not None else None
+        return F.linear(x, self.local("weight"), None if self.bias is None else self.local("bias"))
 
 
 class GatheredLinear(ColumnLinear):
     """A `ColumnLinear` whose outputs are put together again: (..., in) -> (..., out) on every tp rank."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
+        y = super().forward(column_input(x, self))
         return y if self.group is None else _Gather.apply(y, self.group, self.first_row("weight"), self.out_features)
 
 
