@@ -79,6 +79,12 @@ class Mirror:
         return self._watch.is_connected
 
     @property
+    def connected_for_s(self) -> float:
+        """For how long it has been kept up to date without a break; 0 while it is not. A new leader believes in lease
+        expiries only after one lease time of this."""
+        return self._watch.connected_for_s
+
+    @property
     def last_heard_monotonic(self) -> float:
         """When etcd was last heard from, in time.monotonic() seconds."""
         return self._watch.last_heard_monotonic

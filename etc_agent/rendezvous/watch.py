@@ -60,7 +60,7 @@ class Watch:
         self._heartbeat_s, self._silence_s = heartbeat_s, silence_s
         self._cancelled = threading.Event()
         self._call: Any = None
-        self._is_connected = False
+        self._connected_since: float | None = None
         self._last_heard = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="etcd-watch", daemon=True)
         self._thread.start()
@@ -68,7 +68,15 @@ class Watch:
     @property
     def is_connected(self) -> bool:
         """Whether the stream stands and has been heard from lately."""
-        return self._is_connected and time.monotonic() - self._last_heard < self._silence_s
+        return self.connected_for_s > 0
+
+    @property
+    def connected_for_s(self) -> float:
+        """For how long the stream has stood without a break; 0 while it does not."""
+        since, now = self._connected_since, time.monotonic()
+        if since is None or now - self._last_heard >= self._silence_s:
+            return 0.0
+        return max(now - since, 1e-9)
 
     @property
     def last_heard_monotonic(self) -> float:
@@ -101,7 +109,7 @@ class Watch:
                     reason = str(refusal)
             except (EtcdError, ValueError) as error:  # ValueError: grpc's word for a closed channel
                 reason = str(error)
-            self._is_connected = False
+            self._connected_since = None
             if self._is_over:
                 return
             if self._last_heard != before:
@@ -132,7 +140,7 @@ class Watch:
                     self._handle_cancellation(link, answer)
                 if answer.created:
                     self._check_history(answer.header.revision)
-                    self._is_connected = True
+                    self._connected_since = time.monotonic()
                 pending.extend(answer.events)
                 if pending and not answer.fragment:
                     events, pending = tuple(map(Event.from_wire, pending)), []

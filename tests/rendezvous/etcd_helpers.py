@@ -30,6 +30,7 @@ class Wire:
         self.target = target
         self.loses_requests = False
         self.loses_answers = False
+        self.delay_s = 0.0
         self._is_cut = False
         self._sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -92,6 +93,7 @@ class Wire:
     def _carry(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
+                time.sleep(self.delay_s)
                 if not (self.loses_answers if is_answer else self.loses_requests):
                     sink.sendall(data)
         for one in (source, sink):

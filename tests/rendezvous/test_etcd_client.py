@@ -141,7 +141,7 @@ def test_nobody_at_the_address_is_one_clear_line_within_the_time() -> None:
         begin = time.monotonic()
         with pytest.raises(EtcdUnavailable, match=r"^etcd does not answer at 127\.0\.0\.1:1, 127\.0\.0\.1:2 \(tried"):
             client.get("/x")
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 4
 
 
 def test_a_dead_endpoint_among_live_ones_does_not_matter(shared_etcd: EtcdServer, keys: JobKeys) -> None:

@@ -59,14 +59,14 @@ def test_a_crash_of_etcd_loses_no_event_no_lease_and_no_member(etcd: EtcdServer,
 
 
 def test_a_hung_etcd_is_noticed_and_forgiven(etcd: EtcdServer, keys: JobKeys) -> None:
-    with EtcdClient([etcd.endpoint], timeout_s=1.0) as client:
+    with EtcdClient([etcd.endpoint], timeout_s=2.0) as client:
         mirror = Mirror(client, keys.root)
         wait_until(lambda: mirror.is_connected)
         os.kill(etcd.pid, signal.SIGSTOP)
         begin = time.monotonic()
         with pytest.raises(EtcdUnavailable):
             client.get(keys.scale)
-        assert time.monotonic() - begin < 2.5
+        assert time.monotonic() - begin < 6
         wait_until(lambda: not mirror.is_connected, 10)
         os.kill(etcd.pid, signal.SIGCONT)
         wait_until(lambda: mirror.is_connected, 10)
@@ -117,9 +117,29 @@ def test_a_dead_link_is_noticed_within_seconds(
     wait_until(lambda: mirror.is_connected)
     wire.loses_answers = wire.loses_requests = True
     client.put(keys.scale, "while cut off")
-    assert wait_until(lambda: not mirror.is_connected, 15) < 9
+    assert wait_until(lambda: not mirror.is_connected, 30) < 12
     wire.mend()
     assert mirror.wait_for(lambda seen: keys.scale in seen, 10)
+    mirror.close()
+
+
+def test_an_etcd_with_half_a_second_of_round_trip_is_slow_and_nothing_else(
+    wire: Wire, wired: EtcdClient, client: EtcdClient, keys: JobKeys
+) -> None:
+    wire.delay_s = 0.25  # each way
+    mirror = Mirror(wired, keys.root)
+    membership = Membership(wired, keys.node("a"), "a", ttl_s=5)
+    election = Election(wired, mirror, keys.leader, "a", lambda: membership.lease)
+    wait_until(lambda: election.is_leader)
+    since = mirror.connected_for_s
+    assert wired.transact([], [Put(keys.scale, "1")]).succeeded
+    assert mirror.wait_for(lambda seen: keys.scale in seen, 5)
+    wait_until(lambda: mirror.connected_for_s >= 5)  # longer than the lease and any heartbeat
+    assert since < 5
+    assert election.is_leader
+    assert not membership.lease.is_lost
+    election.close()
+    membership.close()
     mirror.close()
 
 
