@@ -223,6 +223,22 @@ def samples_by_step(samples: Path) -> dict[int, Counter[int]]:
     return by_step
 
 
+def check_samples(samples: Path) -> tuple[int, int]:
+    """How many samples were trained on, in how many steps; the last step may have been cut short and is left out.
+
+    Raises:
+        DemoError: a sample was repeated or skipped, or a step had more or fewer than another.
+    """
+    by_step = samples_by_step(samples)
+    steps = sorted(by_step)[:-1]
+    seen = Counter(sample for step in steps for sample in by_step[step].elements())
+    sizes = {sum(by_step[step].values()) for step in steps}
+    once = seen.total() == len(seen) and set(seen) == set(range(len(seen)))
+    if steps != list(range(len(steps))) or len(sizes) != 1 or not once:
+        raise DemoError(f"a sample was skipped or repeated; see the files in {samples}")
+    return len(seen), len(steps)
+
+
 def check_run(history: list[History], job: Job, shown: Console) -> None:
     """Say which processes stayed, and check that and the samples against what must be.
 
@@ -240,13 +256,8 @@ def check_run(history: list[History], job: Job, shown: Console) -> None:
             )
             if len(kept) != record.kept:
                 raise DemoError(f"{record.kept} processes should have stayed; {len(kept)} trained before and after")
-    by_step = samples_by_step(job.samples)
-    steps = sorted(by_step)[:-1]  # the last step may have been cut short by the stop
-    sizes = {sum(by_step[step].values()) for step in steps}
-    seen = Counter(sample for step in steps for sample in by_step[step].elements())
-    if steps != list(range(len(steps))) or len(sizes) != 1 or set(seen.values()) != {1}:
-        raise DemoError("a sample was skipped or repeated; see the files in " + str(job.samples))
-    shown.print(f"{len(seen)} samples in {len(steps)} steps: none skipped, none repeated", highlight=False)
+    num_samples, num_steps = check_samples(job.samples)
+    shown.print(f"{num_samples} samples in {num_steps} steps: none skipped, none repeated", highlight=False)
 
 
 @contextmanager

@@ -294,3 +294,22 @@ def test_a_plain_job_runs_exactly_as_under_torchrun(tmp_path: Path) -> None:
         assert "exitcode  : 3" in ended.stderr
         results[name] = [ended.returncode, *(json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1))]
     assert results["ours"] == results["theirs"]
+
+
+def test_standalone_runs_the_job_under_our_agent_and_gives_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "show.py"
+    program.write_text(
+        "import os, sys\n"
+        "open(f'{sys.argv[1]}-{os.environ[\"RANK\"]}', 'w').write(os.environ.get('ETC_PASSWORD', 'no password'))\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    monkeypatch.setenv("ETC_PASSWORD", "hunter2")
+    for code in (0, 3):
+        command = [sys.executable, "-m", "launcher.run", "--standalone", "--nproc-per-node=2", str(program)]
+        ended = subprocess.run(
+            [*command, str(tmp_path / "out"), str(code)], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert ended.returncode == code, ended.stderr
+    assert (tmp_path / "out-1").read_text() == "no password"
