@@ -20,6 +20,8 @@ from etc_agent.planner.holdings import Holdings
 
 _MAX_SPREAD = 200_000
 """Entries (needed part, possible port) up to which sending is balanced exactly; beyond, it is spread evenly."""
+_MAX_DENSE = 1 << 18
+"""Entries up to which sets of atoms are kept as dense matrices: quicker than sparse ones for small jobs."""
 _SWEEPS = 60
 
 
@@ -72,7 +74,8 @@ class Fabric:
     """Where the previous workers are: everything about the sending side that no placement changes.
 
     `node_of_worker`, `port_of_worker`: (workers,). `held`: what each node holds, sparse 0/1 (nodes, atoms).
-    `holder_ports`: the ports that an atom can leave through, sparse 0/1 (atoms, ports).
+    `holder_ports`: the ports that an atom can leave through, sparse 0/1 (atoms, ports); `num_ports_of_atom`: (atoms,).
+    `dense`: where small, what ranks need (ranks, atoms) and what nodes lack (nodes, atoms), as 0/1.
     """
 
     holdings: Holdings
@@ -81,6 +84,8 @@ class Fabric:
     node_of_worker: NDArray[np.intp]
     held: csr_matrix
     holder_ports: csr_matrix
+    num_ports_of_atom: NDArray[np.intp]
+    dense: tuple[NDArray[np.float64], NDArray[np.float64]] | None
 
     @classmethod
     def build(
@@ -92,11 +97,12 @@ class Fabric:
         index = {name: number for number, name in enumerate(names)}
         nodes = np.array([index[slot.node] for slot in previous_slots], dtype=np.intp)
         through = np.array([ports.of[slot] for slot in previous_slots], dtype=np.intp)
-        return cls(
-            holdings, ports, names, nodes,
-            holdings.union(nodes, len(names)),
-            holdings.union(through, len(ports.names)).T.tocsr(),
-        )
+        held = holdings.union(nodes, len(names))
+        holder_ports = holdings.union(through, len(ports.names)).T.tocsr()
+        dense = None
+        if max(holdings.num_ranks, len(names)) * len(holdings.atom_bytes) <= _MAX_DENSE:
+            dense = (holdings.current.toarray().astype(np.float64), 1.0 - held.toarray())
+        return cls(holdings, ports, names, nodes, held, holder_ports, np.diff(holder_ports.indptr), dense)
 
     def loads(self, placement: Sequence[Slot]) -> Loads:
         """Bytes by port when current rank i goes to ``placement[i]``, from the best sources."""
@@ -104,17 +110,21 @@ class Fabric:
         index = {name: number for number, name in enumerate(self.node_names)}
         nodes = np.array([index[slot.node] for slot in placement], dtype=np.intp)
         ports = np.array([self.ports.of[slot] for slot in placement], dtype=np.intp)
-        # Ranks alike on nodes that hold the same lack the same; what is there already crosses no port.
-        missing = holdings.current - holdings.current.multiply(self.held[nodes])
-        by_rank = np.asarray(missing @ holdings.atom_bytes, dtype=np.float64)
+        # What a node holds already crosses no port.
+        if self.dense is not None:
+            lacking = self.dense[0] * self.dense[1][nodes]
+            by_rank, counts = lacking @ holdings.atom_bytes, lacking.sum(axis=0)
+        else:
+            missing = holdings.current - holdings.current.multiply(self.held[nodes])
+            by_rank = np.asarray(missing @ holdings.atom_bytes, dtype=np.float64)
+            counts = np.asarray(missing.sum(axis=0), dtype=np.float64).ravel()
         received = np.bincount(ports, by_rank, minlength=len(self.ports.names)).astype(np.float64)
-        wanted = np.asarray(missing.sum(axis=0)).ravel() * holdings.atom_bytes
-        return Loads(self.ports, self.spread(wanted.astype(np.float64)), received)
+        return Loads(self.ports, self.spread(counts * holdings.atom_bytes), received)
 
     def spread(self, wanted: NDArray[np.float64]) -> NDArray[np.float64]:
         """Bytes sent by port when `wanted` bytes of each atom, (atoms,), are spread over the ports that hold it."""
         ports, speed = self.holder_ports, self.ports.bytes_per_s
-        lengths = np.diff(ports.indptr)
+        lengths = self.num_ports_of_atom
         asked = np.flatnonzero(wanted)
         forced = asked[lengths[asked] == 1]
         sent = np.bincount(ports.indices[ports.indptr[forced]], wanted[forced], minlength=len(speed)).astype(float)
