@@ -55,7 +55,7 @@ class _Ledger:
         """Count the sends to come, and free what nobody will use."""
         for transfer in transfers:
             key = source_of(transfer)
-            if key in self.uses:
+            if key in self.uses and not transfer.forwarded:
                 self.uses[key] += 1
         for key in [key for key, uses in self.uses.items() if not uses]:
             self._free(key)
@@ -67,7 +67,8 @@ class _Ledger:
     def add(self, transfer: Transfer) -> None:
         """It takes part in the present round."""
         self.allocate(target_of(transfer))
-        self._used.append(source_of(transfer))
+        if not transfer.forwarded:
+            self._used.append(source_of(transfer))
 
     def allocate(self, key: _Key) -> None:
         size = self.unborn.pop(key, None)
@@ -153,6 +154,7 @@ def fit_rounds(
         raise PlanError(f"worker {over} holds {ledger.live[over]} bytes of state already, the budget is {budget_bytes}")
     pending = list(enumerate(transfers))
     rounds: list[tuple[Transfer, ...]] = []
+    arrived: set[_Key] = set()
     while pending:
         pending.sort(key=lambda item: (ledger.need(item[1]), ledger.uses.get(source_of(item[1]), 0), item[0]))
         sent, received, count = ([0] * len(previous) for _ in range(3))
@@ -165,6 +167,7 @@ def fit_rounds(
                 and (not sent[source] or sent[source] + size <= round_bytes)
                 and (not received[target] or received[target] + size <= round_bytes)
                 and ledger.live[target] + ledger.need(transfer) <= budget_bytes
+                and (not transfer.forwarded or (source, transfer.tensor.name, transfer.box) in arrived)
             )
             if not fits:
                 left.append((number, transfer))
@@ -185,6 +188,7 @@ def fit_rounds(
             )
         ledger.end_round()
         rounds.append(tuple(chosen))
+        arrived.update((transfer.target, transfer.tensor.name, transfer.box) for transfer in chosen)
         pending = left
     for key in list(ledger.unborn):
         if ledger.live[key[0]] + ledger.unborn[key] > budget_bytes:

@@ -17,15 +17,13 @@ from hashlib import sha256
 
 from etc_agent.planner.coverage import Coverage, Need, find_coverage
 from etc_agent.planner.errors import PlanError
+from etc_agent.planner.forwarding import CHUNK_BYTES, forward
 from etc_agent.planner.memory import fit_rounds
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 from etc_agent.planner.rounds import make_rounds
 from etc_agent.state.algebra import split_box
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Manifest
-
-_CHUNK_BYTES = 1 << 20
-"""Needs below this are not cut for the sake of balance: another message would cost more than it gains."""
 
 
 def make_plan(
@@ -36,6 +34,7 @@ def make_plan(
     round_transfers: int = 1024,
     nodes: Sequence[int] | None = None,
     budget_bytes: int | None = None,
+    forwarding: bool = False,
 ) -> MigrationPlan:
     """The plan that turns `previous` into `current`, where entry i of both is worker i's manifest.
 
@@ -43,7 +42,8 @@ def make_plan(
     `round_bytes`: most bytes that one worker sends, and most that it receives, in one round. `round_transfers`: most
     transfers that one worker takes part in per round. `nodes`: worker -> number of its node; then a source on the
     receiver's own node is preferred, and load is balanced over nodes before workers. `budget_bytes`: most bytes of
-    state that a worker may hold at any time, in ``release`` mode (`etc_agent.planner.memory`).
+    state that a worker may hold at any time, in ``release`` mode (`etc_agent.planner.memory`). `forwarding`: receivers
+    of the same box pass it on to each other (`etc_agent.planner.forwarding`), for executors that can do that.
 
     Raises:
         MissingSourceError: a needed box is held by nobody.
@@ -57,7 +57,8 @@ def make_plan(
     if nodes is not None and len(nodes) != len(current):
         raise PlanError(f"{len(nodes)} entries in `nodes`, but {len(current)} workers")
     coverage = find_coverage(previous, current)
-    transfers = _choose_sources(coverage, len(current), round_bytes, nodes)
+    choose = forward if forwarding else _choose_sources
+    transfers = choose(coverage, len(current), round_bytes, nodes)
     refers = tuple([Refer(k.worker, t, k.box, k.source_box, k.target_box) for t, k in coverage.kept()])
     if budget_bytes is None:
         rounds = make_rounds(transfers, len(current), round_bytes=round_bytes, round_transfers=round_transfers)
@@ -83,7 +84,7 @@ def _choose_sources(
         size = need.box.num_elements * itemsize
         share = round_bytes
         if len(holders) > 1:
-            share = min(round_bytes, max(_CHUNK_BYTES, -(-size // len(holders))))
+            share = min(round_bytes, max(CHUNK_BYTES, -(-size // len(holders))))
         chunks = [need.box] if size <= share else split_box(need.box, max(1, share // itemsize))
         if len(holders) > 1:
             for box in chunks:
@@ -116,7 +117,6 @@ def _digest(num_workers: int, coverage: Coverage, rounds: Sequence[Sequence[Tran
         digest.update(pattern.canonical().encode())
     digest.update(repr([(t.name, t.shape, t.dtype, t.itemsize, index) for t, index in coverage.tensors]).encode())
     for transfers in rounds:
-        digest.update(
-            repr([(t.source, t.target, t.tensor.name, t.box.offset, t.box.shape) for t in transfers]).encode()
-        )
+        lines = [(t.source, t.target, t.tensor.name, t.box.offset, t.box.shape, t.forwarded) for t in transfers]
+        digest.update(repr(lines).encode())
     return digest.hexdigest()

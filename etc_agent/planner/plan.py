@@ -33,7 +33,10 @@ class Refer:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`source` sends `box` out of its shard `source_box`; `target` receives it into its shard `target_box`."""
+    """`source` sends `box` out of its old shard `source_box`; `target` receives it into its new shard `target_box`.
+
+    `forwarded`: `source_box` is a new shard of the source instead, into which an earlier round has brought `box`.
+    """
 
     source: int
     target: int
@@ -41,6 +44,7 @@ class Transfer:
     box: Box
     source_box: Box
     target_box: Box
+    forwarded: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from etc_agent.planner.plan import Transfer
+from etc_agent.state.boxes import Box
 
 
 def make_rounds(
@@ -14,19 +15,24 @@ def make_rounds(
 
     Per round a worker sends at most `round_bytes`, receives at most `round_bytes` and takes part in at most
     `round_transfers` transfers. A transfer larger than `round_bytes` (one element can be) has a round's bytes to
-    itself. All transfers of a round are posted before any is waited for, and a worker's rounds follow each other in
-    one order everywhere, so that no cycle of waits can form.
+    itself. What a worker forwards goes in a later round than it came. All transfers of a round are posted before any is
+    waited for, and a worker's rounds follow each other in one order everywhere, so that no cycle of waits can form.
     """
+    transfers = list(transfers)
+    forwarding = any(transfer.forwarded for transfer in transfers)
     rounds: list[list[Transfer]] = []
     sent: list[list[int]] = []
     received: list[list[int]] = []
     counts: list[list[int]] = []
     first_open = [0] * num_workers
+    arrival: dict[tuple[int, str, Box], int] = {}
     for transfer in transfers:
         source, target, size = transfer.source, transfer.target, transfer.num_bytes
         number = max(first_open[source], first_open[target])
+        if transfer.forwarded:
+            number = max(number, arrival[source, transfer.tensor.name, transfer.box] + 1)
         while True:
-            if number == len(rounds):
+            while number >= len(rounds):
                 rounds.append([])
                 sent.append([0] * num_workers)
                 received.append([0] * num_workers)
@@ -41,6 +47,8 @@ def make_rounds(
                 break
             number += 1
         rounds[number].append(transfer)
+        if forwarding:
+            arrival[target, transfer.tensor.name, transfer.box] = number
         sent[number][source] += size
         received[number][target] += size
         counts[number][source] += 1

@@ -1,0 +1,60 @@
+"""Sources when several workers need the same: receivers pass on what they have received.
+
+When dp grows by k replicas, a plan without forwarding sends every box k times from the old holders. Here each box is
+cut into chunks, and every chunk travels along a tree: the first receiver (another one for each chunk) takes it from a
+holder, each later one from whoever has the chunk and has sent least. With one holder that is a pipelined chain per
+chunk with rotated starts, which is scatter-allgather: nobody sends much more than one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etc_agent.planner.coverage import Coverage, Need
+from etc_agent.planner.plan import Transfer
+from etc_agent.state.algebra import split_box
+from etc_agent.state.boxes import Box
+from etc_agent.state.layout import LogicalTensor
+
+CHUNK_BYTES = 1 << 20
+"""Needs below this are not cut for the sake of balance: another message would cost more than it gains."""
+
+
+def forward(
+    coverage: Coverage, num_workers: int, round_bytes: int, nodes: Sequence[int] | None
+) -> list[Transfer]:
+    """One source for each chunk of each need; a forwarded chunk comes after the transfer that brings it."""
+    node_of = nodes if nodes is not None else range(num_workers)
+    sent = [0] * num_workers
+    left = [0] * (max(node_of, default=-1) + 1)
+    transfers: list[Transfer] = []
+    rotation = 0
+
+    def send(tensor: LogicalTensor, box: Box, need: Need, have: dict[int, Need | None]) -> None:
+        home = node_of[need.target]
+        near = [worker for worker in have if node_of[worker] == home] if nodes is not None else []
+        source = min(near or have, key=lambda worker: (left[node_of[worker]] if not near else 0, sent[worker]))
+        size = box.num_elements * tensor.itemsize
+        sent[source] += size
+        left[node_of[source]] += 0 if node_of[source] == home else size
+        through = have[source]
+        source_box = need.source_box if through is None else through.target_box
+        transfers.append(
+            Transfer(source, need.target, tensor, box, source_box, need.target_box, forwarded=through is not None)
+        )
+        have[need.target] = need
+
+    for tensor, index in coverage.tensors:
+        groups: dict[tuple[Box, Box], list[Need]] = {}
+        for need in coverage.patterns[index].needs:
+            groups.setdefault((need.box, need.source_box), []).append(need)
+        for needs in groups.values():
+            size, ways = needs[0].box.num_elements * tensor.itemsize, len(needs) + len(needs[0].holders) - 1
+            share = min(round_bytes, max(CHUNK_BYTES, -(-size // ways)))
+            for box in split_box(needs[0].box, max(1, share // tensor.itemsize)):
+                have: dict[int, Need | None] = dict.fromkeys(needs[0].holders)
+                start = rotation % len(needs)
+                rotation += 1
+                for need in (*needs[start:], *needs[:start]):
+                    send(tensor, box, need, have)
+    return transfers
