@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from etc_agent.errors import EtcError as EtcError
     from etc_agent.integrations.train_state import TrainState as TrainState
+    from etc_agent.migration.library import migrate as migrate
     from etc_agent.parallel.config import ParallelConfig as ParallelConfig
     from etc_agent.worker.context import ParallelContext as ParallelContext
     from etc_agent.worker.session import Session as Session
@@ -25,10 +26,11 @@ _HOMES = {
     "Session": "etc_agent.worker.session",
     "Step": "etc_agent.worker.session",
     "TrainState": "etc_agent.integrations.train_state",
+    "migrate": "etc_agent.migration.library",
     "session": "etc_agent.worker.session",
 }
 
-__all__ = ["EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "session"]
+__all__ = ["EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "migrate", "session"]
 
 
 def __getattr__(name: str) -> Any:

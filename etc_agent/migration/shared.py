@@ -27,6 +27,11 @@ _ALIGN_BYTES = 64
 DESCRIPTION_BYTES = 256
 
 
+def can_share() -> bool:
+    """Whether this system has anonymous memory files."""
+    return hasattr(os, "memfd_create")
+
+
 class SharedMemory:
     """The new tensors of one worker, touched and ready to be written to by its peers.
 

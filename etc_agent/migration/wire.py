@@ -39,6 +39,10 @@ class Wire:
         return int(self._group.size())
 
     @property
+    def rank(self) -> int:
+        return int(self._group.rank())
+
+    @property
     def device(self) -> torch.device:
         """Where the wire reads and writes."""
         return torch.device("cuda", torch.cuda.current_device()) if self.is_nccl else torch.device("cpu")
@@ -77,6 +81,15 @@ class Wire:
         rows = [torch.empty_like(row) for _ in range(self.size)]
         self._group.allgather([rows], [row]).wait(timeout)
         return rows
+
+    def gather_bytes(self, mine: bytes, timeout: datetime.timedelta) -> list[bytes]:
+        """The byte strings of all workers, of any length, in worker order."""
+        sizes = self.all_gather(torch.tensor([len(mine)], device=self.device), timeout)
+        lengths = [int(size.item()) for size in sizes]
+        row = torch.zeros(max(lengths), dtype=torch.uint8)
+        row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = self.all_gather(row.to(self.device), timeout)
+        return [bytes(theirs[:length].cpu().numpy()) for theirs, length in zip(rows, lengths, strict=True)]
 
 
 def first_line(error: BaseException) -> str:

@@ -69,3 +69,8 @@ def naive_plan(previous: Sequence[Manifest], current: Sequence[Manifest], per_ro
     rounds = tuple(tuple(transfers[i : i + per_round]) for i in range(0, len(transfers), per_round))
     digest = hashlib.sha256(repr((previous, current, per_round)).encode()).hexdigest()
     return MigrationPlan(len(previous), tuple(refers), rounds, digest)
+
+
+def zeros(shard: Shard) -> torch.Tensor:
+    """A new tensor of a shard."""
+    return torch.zeros(shard.box.shape, dtype=getattr(torch, shard.tensor.dtype))

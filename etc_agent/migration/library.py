@@ -1,0 +1,120 @@
+"""Migration for anyone who holds two layouts: no agent, no etcd, no training session."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from etc_agent.migration.engine import Migration
+from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.lifetimes import release_round_bytes
+from etc_agent.migration.progress import ProgressBar
+from etc_agent.migration.release import ReleasingMigration
+from etc_agent.migration.shared import SharedMemory, can_share
+from etc_agent.migration.wire import Wire
+from etc_agent.planner.migration import make_plan
+from etc_agent.state.encoding import decode_manifest, encode_manifest
+from etc_agent.state.layout import Manifest, Shard
+
+
+def migrate(
+    have: Mapping[Shard, torch.Tensor],
+    need: Iterable[Shard],
+    group: Any = None,
+    *,
+    mode: Literal["keep", "release"] = "keep",
+    device: torch.device | str = "cpu",
+    budget_bytes: int | None = None,
+    timeout_s: float = 300.0,
+    verify: bool = False,
+) -> dict[Shard, torch.Tensor]:
+    """Bring every rank of a process group the shards it needs, from the ranks that have them.
+
+    Collective. The ranks that have and those that need may be the same, overlap, or be disjoint (trainers and
+    inference servers): pass an empty mapping, or nothing needed, where that is so.
+
+    Args:
+        have: this rank's tensors by shard. With mode ``release`` they are given up.
+        need: the shards wanted on this rank.
+        group: a `ProcessGroup`, or a raw c10d backend; by default the default group.
+        mode: ``keep`` leaves `have` as it is; ``release`` takes its memory away as the new tensors come.
+        device: where the new tensors go.
+        budget_bytes: with ``release``, most bytes of old and new tensors and buffers at once on this rank.
+        timeout_s: longest time without progress.
+        verify: hash every box where it leaves and where it arrives.
+
+    Returns:
+        The needed shards, contiguous. A shard that this rank has already is the very tensor it passed.
+
+    Raises:
+        PlanError: the shards of the ranks contradict each other, or a needed box is on no rank.
+        MigrationError: a tensor is unlike its shard, a rank was lost, or the budget is too small.
+    """
+    if mode not in ("keep", "release"):
+        raise ValueError(f"mode must be 'keep' or 'release', not {mode!r}")
+    device = torch.device(device)
+    backend = _backend_of(dist.group.WORLD if group is None else group, device)
+    rank = int(backend.rank())
+    needed = tuple(dict.fromkeys(need))
+    previous, current = _exchange(Wire(backend), tuple(have), needed, timeout_s)
+    if mode == "release":
+        plan = make_plan(previous, current, round_bytes=release_round_bytes(previous, current))
+        releasing = ReleasingMigration(
+            plan, rank, have, backend, timeout_s=timeout_s, device=device, budget_bytes=budget_bytes, verify=verify
+        )
+        return _run(releasing, rank, needed, device)
+    plan = make_plan(previous, current)
+    memory = SharedMemory(plan, rank) if device.type == "cpu" and can_share() else None
+    targets = {} if memory is None else dict(memory.tensors)
+    for shard in needed:
+        if shard in have:
+            targets[shard] = have[shard]
+        elif shard not in targets:
+            targets[shard] = _empty(shard, device)
+    keeping = Migration(plan, rank, have, targets, backend, timeout_s=timeout_s, memory=memory, verify=verify)
+    return _run(keeping, rank, needed, device)
+
+
+def _run(migration: Migration, rank: int, needed: Manifest, device: torch.device) -> dict[Shard, torch.Tensor]:
+    migration.prepare()
+    if rank == 0:
+        with ProgressBar() as bar:
+            migration.run(bar)
+    else:
+        migration.run()
+    found = migration.targets
+    return {shard: found[shard] if shard in found else _empty(shard, device) for shard in needed}
+
+
+def _exchange(
+    wire: Wire, have: Manifest, need: Manifest, timeout_s: float
+) -> tuple[tuple[Manifest, ...], tuple[Manifest, ...]]:
+    """The manifests of all ranks, as JSON over the group."""
+    text = json.dumps([encode_manifest(have), encode_manifest(need)]).encode()
+    try:
+        texts = wire.gather_bytes(text, datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise MigrationError(f"rank {wire.rank}: not every rank called migrate(): {error}") from error
+    both = [[decode_manifest(manifest) for manifest in json.loads(text)] for text in texts]
+    return tuple(old for old, _ in both), tuple(new for _, new in both)
+
+
+def _backend_of(group: Any, device: torch.device) -> Any:
+    """The raw backend of a `ProcessGroup` for a device type; gloo moves GPU tensors too where there is no NCCL."""
+    if group is None:
+        raise MigrationError("no process group: call torch.distributed.init_process_group first, or pass a group")
+    if not isinstance(group, dist.ProcessGroup):
+        return group
+    try:
+        return group._get_backend(device)
+    except RuntimeError:
+        return group._get_backend(torch.device("cpu"))
+
+
+def _empty(shard: Shard, device: torch.device) -> torch.Tensor:
+    return torch.empty(shard.box.shape, dtype=getattr(torch, shard.tensor.dtype), device=device)

@@ -1,0 +1,91 @@
+"""`etc_agent.migrate`: two layouts and a process group are enough."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import etc_agent
+from etc_agent.planner.errors import MissingSourceError
+from etc_agent.state.boxes import whole
+from etc_agent.state.layout import Manifest, Shard
+from tests.migration.processes import gloo, run_workers, values
+from tests.migration.states import grid, logical, same_bits, slice_of
+from tests.migration.test_engine import tp_layouts
+
+
+def right(found: dict[Shard, torch.Tensor]) -> bool:
+    return all(same_bits(tensor, slice_of(shard)) for shard, tensor in found.items())
+
+
+def in_place_and_disjoint(rank: int, size: int, store: dist.Store) -> Any:
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size)
+    outcomes = []
+    old, new = tp_layouts(2, 4, 4)
+    for mode in ("keep", "release"):
+        have = {shard: slice_of(shard) for shard in old[rank]}
+        found = etc_agent.migrate(have, new[rank], mode=mode, verify=True)
+        outcomes.append(right(found) and set(found) == set(new[rank]))
+    # Trainers 0 and 1 hold it; servers 2 and 3 get it cut the other way.
+    weights = logical("weights", (64, 48), torch.bfloat16)
+    rows, columns = grid(weights, (2, 1)), grid(weights, (1, 2))
+    have = {rows[rank]: slice_of(rows[rank])} if rank < 2 else {}
+    found = etc_agent.migrate(have, [columns[rank - 2]] if rank >= 2 else [], gloo(store, "raw", rank, size))
+    outcomes.append(right(found) and right(have) and len(found) == (rank >= 2))
+    kept = Shard(weights, whole((64, 48)))
+    mine = {kept: slice_of(kept)} if rank == 0 else {}
+    found = etc_agent.migrate(mine, [kept])
+    outcomes.append(right(found) and (rank > 0 or found[kept] is mine[kept]))
+    try:
+        etc_agent.migrate({}, [kept])
+    except MissingSourceError as error:
+        outcomes.append("weights" in str(error))
+    dist.destroy_process_group()
+    return outcomes
+
+
+def test_between_layouts_in_place_to_other_ranks_and_to_more_of_them() -> None:
+    for outcomes in values(run_workers(in_place_and_disjoint, 4)):
+        assert outcomes == [True] * 5
+
+
+def footprint() -> tuple[int, int, int, int]:
+    """Open files, threads, resident KiB, entries in /dev/shm."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    shared = len(os.listdir("/dev/shm"))
+    return len(os.listdir("/proc/self/fd")), int(status["Threads"]), int(status["VmRSS"].split()[0]), shared
+
+
+def many(rank: int, size: int, store: dist.Store) -> Any:
+    group = gloo(store, "m", rank, size)
+    tensor = logical("w", (256, 1024), torch.float32)
+    halves, quarters = grid(tensor, (2, 1)), grid(tensor, (4, 1))
+    layouts: list[list[Manifest]] = [
+        [(halves[0],), (halves[1],)],
+        [(quarters[0], quarters[3]), (quarters[1], quarters[2])],
+    ]
+    state = {shard: slice_of(shard) for shard in layouts[0][rank]}
+    before = (0, 0, 0, 0)
+    for number in range(200):
+        mode = "release" if number % 4 >= 2 else "keep"
+        state = etc_agent.migrate(state, layouts[(number + 1) % 2][rank], group, mode=mode)
+        if number == 40:
+            gc.collect()
+            before = footprint()
+    gc.collect()
+    return right(state), before, footprint()
+
+
+def test_two_hundred_migrations_in_one_process_leave_nothing_behind() -> None:
+    for correct, before, after in values(run_workers(many, 2)):
+        assert correct
+        files, threads, resident_kib, shared = (b - a for a, b in zip(before, after, strict=True))
+        assert files <= 1
+        assert threads <= 0
+        assert resident_kib < 8 << 10
+        assert shared <= 0
