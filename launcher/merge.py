@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -23,15 +22,8 @@ from etc_agent.parallel.config import ParallelConfig
 from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
 from launcher.options import ELASTIC_BACKEND
+from launcher.timeouts import with_rdzv_conf
 
-# torchrun's names for what its users already put into --rdzv-conf.
-_RDZV_CONF_NAMES = {
-    "timeout": "join_s",
-    "join_timeout": "join_s",
-    "last_call_timeout": "settle_s",
-    "lease_ttl": "lease_s",
-    "read_timeout": "etcd_s",
-}
 _LONG_RANKS = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
 
 
@@ -179,23 +171,7 @@ def _timeouts(given: Given, launch_config: LaunchConfig) -> Timeouts:
     if given.job.timeouts.shutdown_grace_s is None or given.line.given("shutdown_timeout"):
         assert launch_config.shutdown_timeout is not None
         timeouts = dataclasses.replace(timeouts, shutdown_grace_s=float(launch_config.shutdown_timeout))
-    known = {field.name for field in dataclasses.fields(Timeouts)}
-    for key, text in given.rdzv_conf.items():
-        name = _RDZV_CONF_NAMES.get(key, key)
-        if name not in known:
-            # Keys of torchrun's own backends mean nothing here; ours all end in _s.
-            if name.endswith("_s"):
-                near = difflib.get_close_matches(name, known, n=1) or sorted(known)
-                raise EtcError(f"--rdzv-conf: unknown timeout {key}; did you mean {', '.join(near)}?")
-            continue
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = math.nan
-        if not 0 <= seconds < math.inf or (seconds == 0 and name != "settle_s"):
-            raise EtcError(f"--rdzv-conf: {key}: expected a positive number of seconds, got {text!r}")
-        timeouts = dataclasses.replace(timeouts, **{name: seconds})
-    return timeouts
+    return with_rdzv_conf(timeouts, given.rdzv_conf)
 
 
 def _parse_config(text: str, source: str) -> ParallelConfig:
