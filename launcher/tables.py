@@ -73,7 +73,7 @@ def status_table(fields: Mapping[str, Any]) -> Table:
     """Name and value, line by line."""
     table = Table(show_header=False, box=None)
     for name, value in fields.items():
-        table.add_row(f"[bold]{name}", str(value))
+        table.add_row(f"[bold]{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value))
     return table
 
 
