@@ -77,10 +77,8 @@ def test_least_bytes_is_not_least_time():
     arguments = (current, cluster.slots, previous, where, cluster)
     least_bytes = place(*arguments, least="bytes")
     least_time = place(*arguments, least="time")
-    assert least_bytes.moved_bytes == 8
-    assert least_time.bottleneck_s < least_bytes.bottleneck_s or least_bytes.bottleneck_s == 3
-    assert least_time.bottleneck_s <= 3
-    assert least_time.moved_bytes <= 9
+    assert (least_bytes.moved_bytes, least_bytes.bottleneck_s) == (8, 4)
+    assert (least_time.moved_bytes, least_time.bottleneck_s) == (9, 3)
 
 
 def test_shrinking_tp_with_packing_frees_a_node_and_keeps_groups_whole():
