@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
 
@@ -145,6 +146,8 @@ class Session:
 
     def __enter__(self) -> Self:
         install()
+        if self._environment.socket is not None:
+            _spare_the_collector()
         try:
             self._open()
         except BaseException as error:
@@ -276,6 +279,18 @@ class Session:
         if self._live is None:
             raise SystemExit(0)
         _log.error("generation %d was not entered; training goes on in generation %d", generation, self.generation)
+
+
+def _spare_the_collector() -> None:
+    """Let later garbage collections pass over what is there already: modules above all, some 300,000 objects.
+
+    A generation that goes needs a full collection (see `_let_go`). It holds the interpreter lock and would stop the
+    first steps of the new generation for as long as it takes to visit every object.
+    """
+    # The first optimizer step would import this anyway, and it is the largest part.
+    import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
 
 
 def _let_go(retired: list[Any]) -> None:
