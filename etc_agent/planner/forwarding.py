@@ -8,9 +8,8 @@ chunk with rotated starts, which is scatter-allgather: nobody sends much more th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from etc_agent.planner.coverage import Coverage, Need
+from etc_agent.planner.loads import Links
 from etc_agent.planner.plan import Transfer
 from etc_agent.state.algebra import split_box
 from etc_agent.state.boxes import Box
@@ -20,23 +19,25 @@ CHUNK_BYTES = 1 << 20
 """Needs below this are not cut for the sake of balance: another message would cost more than it gains."""
 
 
-def forward(
-    coverage: Coverage, num_workers: int, round_bytes: int, nodes: Sequence[int] | None
-) -> list[Transfer]:
+def forward(coverage: Coverage, round_bytes: int, links: Links) -> list[Transfer]:
     """One source for each chunk of each need; a forwarded chunk comes after the transfer that brings it."""
-    node_of = nodes if nodes is not None else range(num_workers)
-    sent = [0] * num_workers
-    left = [0] * (max(node_of, default=-1) + 1)
+    node_of, port_of, speed = links.node_of, links.port_of, links.bytes_per_s
+    sent = [0] * len(node_of)
+    busy_s = [0.0] * len(speed)
     transfers: list[Transfer] = []
     rotation = 0
 
     def send(tensor: LogicalTensor, box: Box, need: Need, have: dict[int, Need | None]) -> None:
-        home = node_of[need.target]
-        near = [worker for worker in have if node_of[worker] == home] if nodes is not None else []
-        source = min(near or have, key=lambda worker: (left[node_of[worker]] if not near else 0, sent[worker]))
-        size = box.num_elements * tensor.itemsize
+        home, size = node_of[need.target], box.num_elements * tensor.itemsize
+
+        def after(worker: int) -> tuple[float, int]:
+            port = port_of[worker]
+            return (0.0 if node_of[worker] == home else busy_s[port] + size / speed[port], sent[worker])
+
+        source = min([worker for worker in have if node_of[worker] == home] or have, key=after)
         sent[source] += size
-        left[node_of[source]] += 0 if node_of[source] == home else size
+        if node_of[source] != home:
+            busy_s[port_of[source]] += size / speed[port_of[source]]
         through = have[source]
         source_box = need.source_box if through is None else through.target_box
         transfers.append(

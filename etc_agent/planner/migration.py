@@ -18,6 +18,7 @@ from hashlib import sha256
 from etc_agent.planner.coverage import Coverage, Need, find_coverage
 from etc_agent.planner.errors import PlanError
 from etc_agent.planner.forwarding import CHUNK_BYTES, forward
+from etc_agent.planner.loads import Links
 from etc_agent.planner.memory import fit_rounds
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 from etc_agent.planner.rounds import make_rounds
@@ -33,6 +34,7 @@ def make_plan(
     round_bytes: int = 64 << 20,
     round_transfers: int = 1024,
     nodes: Sequence[int] | None = None,
+    links: Links | None = None,
     budget_bytes: int | None = None,
     forwarding: bool = False,
 ) -> MigrationPlan:
@@ -40,8 +42,9 @@ def make_plan(
 
     A worker that joins, or whose state is lost, has an empty previous manifest; one that leaves an empty current one.
     `round_bytes`: most bytes that one worker sends, and most that it receives, in one round. `round_transfers`: most
-    transfers that one worker takes part in per round. `nodes`: worker -> number of its node; then a source on the
-    receiver's own node is preferred, and load is balanced over nodes before workers. `budget_bytes`: most bytes of
+    transfers that one worker takes part in per round. `links`: where workers are on the network; then a source on the
+    receiver's own node is preferred, and the time of ports is balanced before the bytes of workers. `nodes`: the same
+    in short, worker -> number of its node, for nodes that are alike. `budget_bytes`: most bytes of
     state that a worker may hold at any time, in ``release`` mode (`etc_agent.planner.memory`). `forwarding`: receivers
     of the same box pass it on to each other (`etc_agent.planner.forwarding`), for executors that can do that.
 
@@ -54,11 +57,13 @@ def make_plan(
         raise PlanError(f"{len(previous)} previous manifests but {len(current)} current ones; give both per worker")
     if round_bytes < 1 or round_transfers < 1:
         raise PlanError(f"a round needs room for a byte and a transfer, not {round_bytes} and {round_transfers}")
-    if nodes is not None and len(nodes) != len(current):
-        raise PlanError(f"{len(nodes)} entries in `nodes`, but {len(current)} workers")
+    if links is None:
+        links = Links.apart(len(current)) if nodes is None else Links.by_node(nodes)
+    if len(links.node_of) != len(current):
+        raise PlanError(f"{len(links.node_of)} entries in `nodes` or `links`, but {len(current)} workers")
     coverage = find_coverage(previous, current)
     choose = forward if forwarding else _choose_sources
-    transfers = choose(coverage, len(current), round_bytes, nodes)
+    transfers = choose(coverage, round_bytes, links)
     refers = tuple([Refer(k.worker, t, k.box, k.source_box, k.target_box) for t, k in coverage.kept()])
     if budget_bytes is None:
         rounds = make_rounds(transfers, len(current), round_bytes=round_bytes, round_transfers=round_transfers)
@@ -70,13 +75,11 @@ def make_plan(
     return MigrationPlan(len(current), refers, rounds, _digest(len(current), coverage, rounds))
 
 
-def _choose_sources(
-    coverage: Coverage, num_workers: int, round_bytes: int, nodes: Sequence[int] | None
-) -> list[Transfer]:
+def _choose_sources(coverage: Coverage, round_bytes: int, links: Links) -> list[Transfer]:
     """One source for each need, or for each chunk of one; in the order of the tensors."""
-    node_of = nodes if nodes is not None else range(num_workers)
-    sent = [0] * num_workers
-    left = [0] * (max(node_of, default=-1) + 1)
+    node_of, port_of, speed = links.node_of, links.port_of, links.bytes_per_s
+    sent = [0] * len(node_of)
+    busy_s = [0.0] * len(speed)
     transfers: list[Transfer | None] = []
     open_chunks: list[tuple[int, int, LogicalTensor, Need, Box]] = []
     for tensor, need in coverage.needs():
@@ -94,7 +97,7 @@ def _choose_sources(
         (source,) = holders
         sent[source] += size
         if node_of[source] != node_of[need.target]:
-            left[node_of[source]] += size
+            busy_s[port_of[source]] += size / speed[port_of[source]]
         transfers += [Transfer(source, need.target, tensor, box, need.source_box, need.target_box) for box in chunks]
     open_chunks.sort(key=lambda chunk: chunk[:2])
     for negative, index, tensor, need, box in open_chunks:
@@ -103,8 +106,11 @@ def _choose_sources(
         if nearby:
             source = min(nearby, key=sent.__getitem__)
         else:
-            source = min(need.holders, key=lambda worker: (left[node_of[worker]], sent[worker]))
-            left[node_of[source]] -= negative
+            source = min(
+                need.holders,
+                key=lambda worker: (busy_s[port_of[worker]] - negative / speed[port_of[worker]], sent[worker]),
+            )
+            busy_s[port_of[source]] -= negative / speed[port_of[source]]
         sent[source] -= negative
         transfers[index] = Transfer(source, need.target, tensor, box, need.source_box, need.target_box)
     return [transfer for transfer in transfers if transfer is not None]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etc_agent.parallel.topology import Placement, Slot, Topology
-from etc_agent.planner.loads import ports_of
+from etc_agent.planner.loads import Links, ports_of
 from etc_agent.planner.memory import peak_bytes
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.model_holdings import model_holdings
@@ -121,7 +121,7 @@ def report(
     slots, old, new = _by_worker(previous, current, where, sketch.placement)
     names = [node.name for node in topology.nodes]
     nodes = [names.index(slot.node) for slot in slots]
-    plan = make_plan(old, new, nodes=nodes, budget_bytes=budget_bytes)
+    plan = make_plan(old, new, links=Links.on(slots, topology), budget_bytes=budget_bytes)
     traffic, ports, seconds = _links(plan, slots, nodes, topology)
     mode: Literal["keep", "release"] = memory if budget_bytes is None else "release"
     return Report(

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etc_agent.parallel.topology import Node, Topology
 from etc_agent.planner.errors import MissingSourceError, PlanError
+from etc_agent.planner.loads import Links
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import Box, whole
@@ -187,3 +189,12 @@ def test_the_digest_is_the_same_under_any_hash_seed():
         for seed in ("0", "1", "77")
     }
     assert len(digests) == 1
+
+
+def test_a_faster_port_sends_more():
+    big = [LogicalTensor("big", (1 << 12, 1 << 10), "float32", 4)]
+    previous, current = pad(layout(big, 1, 1, 2, 0), layout(big, 1, 1, 3, 0))
+    cluster = Topology((Node("slow", 1, 1, 1e9), Node("fast", 1, 3, 1e9), Node("new", 1)))
+    plan = make_plan(previous, current, links=Links.on(cluster.slots, cluster), round_bytes=1 << 20)
+    sent = [sum(t.num_bytes for r in plan.rounds for t in r if t.source == w) for w in range(2)]
+    assert sent == [4 << 20, 12 << 20]
