@@ -1,13 +1,12 @@
 """Changing a job's size by a restart, for comparison: save a PyTorch distributed checkpoint, start again, load it.
 
-    torchrun --nproc-per-node 2 scripts/train_gpt_dcp.py --parallel PP2TP1DP1 --save-dir /dev/shm/checkpoint --steps 20
-    torchrun --nproc-per-node 4 scripts/train_gpt_dcp.py --parallel PP2TP2DP1 --save-dir /dev/shm/checkpoint --resume \
-        --steps 40
+    torchrun --nproc-per-node 2 scripts/train_gpt_dcp.py --parallel PP2TP1DP1 --save-dir /dev/shm/saved --stop-at 20
+    torchrun --nproc-per-node 4 scripts/train_gpt_dcp.py --parallel PP2TP2DP1 --save-dir /dev/shm/saved --resume
 
-Trains the model of train_gpt.py up to `--steps`, then saves. The checkpoint holds what a session moves: parameters,
-buffers, optimizer state, schedule, step; PyTorch reshards it on loading. Rank 0 prints one JSON line per event, with
-the time of day in seconds: imported (Python and its modules are up), ready (state restored or initialised), first_step
-and last_step (the end of that step), saved.
+Trains the model of train_gpt.py up to `--stop-at` or `--steps`, then saves. The checkpoint holds what a session moves:
+parameters, buffers, optimizer state, schedule, step; PyTorch reshards it on loading. Rank 0 prints one JSON line per
+event, with the time of day in seconds: imported (Python and its modules are up), ready (state restored or initialised),
+first_step and last_step (the end of that step), saved.
 """
 
 from __future__ import annotations
@@ -52,23 +51,25 @@ def event(name: str, **details: Any) -> None:
         print(json.dumps({"event": name, "time": time.time(), **details}), flush=True)
 
 
-def run(options: GptOptions, config: ParallelConfig, folder: Path | None, is_resumed: bool, log: StepLog) -> None:
+def run(options: GptOptions, arguments: argparse.Namespace) -> None:
+    config, folder, log = arguments.parallel, arguments.save_dir, StepLog(arguments.step_log)
+    end = options.steps if arguments.stop_at is None else min(arguments.stop_at, options.steps)
     data = ByteSamples(options.data, options.sequence, options.seed)
     with plain_world(config, options.global_batch) as parallel:
         state = build_real(options, parallel)
-        first = load(state, folder) if is_resumed and folder is not None else 0
+        first = load(state, folder) if arguments.resume else 0
         event("ready", step=first, config=str(config))
         log.start()
-        for step in range(first, options.steps):
+        for step in range(first, end):
             loss = train(state, parallel, batch_of(data, step, parallel))
             apply_update(state)
             log.step(step, loss, parallel)
             if step == first:
                 event("first_step", step=step)
-        event("last_step", step=options.steps - 1)
+        event("last_step", step=end - 1)
         if folder is not None:
-            save(state, options.steps, folder)
-            event("saved", step=options.steps)
+            save(state, end, folder)
+            event("saved", step=end)
 
 
 def _host(state: TrainState, step: int) -> str:
@@ -80,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     GptOptions.add_arguments(parser)
     parser.add_argument("--parallel", type=ParallelConfig.parse, required=True, help="such as PP2TP2DP1")
+    parser.add_argument("--stop-at", type=int, help="stop before this step of the --steps in the schedule")
     parser.add_argument("--save-dir", type=Path, help="folder of the checkpoint")
     parser.add_argument("--resume", action="store_true", help="begin with the checkpoint in --save-dir")
     parser.add_argument("--step-log", type=Path, help="append a JSON line per step to this file")
@@ -89,7 +91,7 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         options = GptOptions.from_arguments(arguments)
-        run(options, arguments.parallel, arguments.save_dir, arguments.resume, StepLog(arguments.step_log))
+        run(options, arguments)
     except OptionsError as error:
         sys.exit(f"train_gpt_dcp: {error}")
 

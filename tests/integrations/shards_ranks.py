@@ -1,4 +1,4 @@
-"""Run by torchrun on 4 ranks: every shard that is reported must be that part of the gathered whole.
+"""Run on 4 ranks: every shard that is reported must be that part of the gathered whole.
 
 The whole comes from DTensor.full_tensor and from the unsharded model, neither of which `shards_of` uses.
 """

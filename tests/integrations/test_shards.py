@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from launched_ranks import launch
 from torch import nn
-from torchrun_launch import torchrun
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, shards_of
 
 
 def test_every_shard_is_its_part_of_the_gathered_whole_for_uneven_tensor_parallel_and_fsdp_models() -> None:
-    assert "shards agree" in torchrun(4, Path(__file__).with_name("shards_ranks.py"))
+    assert "shards agree" in launch(4, Path(__file__).with_name("shards_ranks.py"))
 
 
 def test_a_tied_parameter_and_a_shared_buffer_are_listed_once() -> None:
