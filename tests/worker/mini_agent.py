@@ -202,6 +202,13 @@ class MiniAgent:
         assert self.generation is not None
         return {slot: self.hear(slot, FirstStep, generation=self.generation.id) for slot in self.generation.placement}
 
+    def last_step_in(self, num_steps: int) -> int:
+        """Let the job end some steps from now, far enough ahead for every rank to hear of it in time."""
+        last = self.steps()[-1]["step"] + num_steps
+        (self.directory / "last.part").write_text(str(last))
+        (self.directory / "last.part").rename(self.directory / "last")
+        return last
+
     def finish(self) -> dict[Slot, int | None]:
         """Wait until every worker has ended by itself; their exit codes."""
         for worker in self.workers.values():
