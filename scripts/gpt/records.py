@@ -16,6 +16,8 @@ class StepLog:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
         self._last = time.perf_counter()
 
     def step(self, step: int, loss: float | None, parallel: ParallelContext) -> None:
