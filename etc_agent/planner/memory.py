@@ -148,10 +148,10 @@ def fit_rounds(
         PlanError: no order was found; names the worker that is closest to its budget.
     """
     ledger = _Ledger(previous, current, refers)
-    ledger.expect(transfers)
     over = max(range(len(previous)), key=lambda worker: ledger.live[worker], default=None)
     if over is not None and ledger.live[over] > budget_bytes:
         raise PlanError(f"worker {over} holds {ledger.live[over]} bytes of state already, the budget is {budget_bytes}")
+    ledger.expect(transfers)
     pending = list(enumerate(transfers))
     rounds: list[tuple[Transfer, ...]] = []
     arrived: set[_Key] = set()
