@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch.distributed.run import get_args_parser
 
+from etc_agent.errors import EtcError
+
 ELASTIC_BACKEND = "etcd-v3"
 
 # Option -> the variable that stands in for it. Passwords come from a file or from ETC_PASSWORD, never from an option.
@@ -61,8 +63,15 @@ class CommandLine:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """torchrun's parser plus ours. The training script becomes optional, since a job file may name it."""
-    parser = get_args_parser()
+    """torchrun's parser plus ours. The training script becomes optional, since a job file may name it.
+
+    Raises:
+        EtcError: the variable of a flag is not a number.
+    """
+    try:
+        parser = get_args_parser()
+    except ValueError as error:
+        raise EtcError(f"a PET_ variable that stands for a flag must be 0 or 1: {error}") from None
     parser.prog = "etc-run"
     parser.description = "Starts a training job as torchrun does, and changes its size while it trains."
     (script,) = (action for action in parser._actions if action.dest == "training_script")

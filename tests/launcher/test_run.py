@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 from etc_agent.agent.settings import EtcdSettings, JobSettings
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
-from launcher.run import main, read
+from launcher.routes import read
+from launcher.run import main
 
 
 @pytest.fixture(autouse=True)
@@ -264,6 +266,25 @@ def test_an_option_that_breaks_the_files_config_is_said(job_file: str) -> None:
 def test_main_prints_one_line_and_exits_2_on_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--standalone", "/no/such.py"]) == 2
     assert capsys.readouterr().err == "etc-run: /no/such.py: no such training script\n"
+
+
+def test_a_flags_variable_that_is_no_number_is_one_line(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_STANDALONE", "true")
+    assert mistake(script).startswith("a PET_ variable that stands for a flag must be 0 or 1")
+
+
+def test_ctrl_c_while_torch_loads_is_one_line(script: str) -> None:
+    started = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "launcher.run", "--standalone", script],
+        stderr=subprocess.PIPE, text=True,
+    )
+    assert started.stderr is not None
+    for line in started.stderr:  # the interpreter says what it has imported
+        if line.rstrip().endswith("| torch.version") or " torch." in line:
+            break
+    started.send_signal(signal.SIGINT)
+    rest = [line for line in started.stderr.read().splitlines() if not line.startswith("import time:")]
+    assert (started.wait(30), rest) == (130, ["etc-run: interrupted"])
 
 
 def test_without_script_or_job_file_the_usage_is_torchruns(capsys: pytest.CaptureFixture[str]) -> None:
