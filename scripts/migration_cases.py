@@ -35,12 +35,16 @@ CONFIGS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One reconfiguration of one state. Entry i of `previous` and of `current` is worker i's manifest."""
+    """One reconfiguration of one state. Entry i of `previous` and of `current` is worker i's manifest; rank r of the
+    old config is worker r, that of the new one ``worker_of_rank[r]``."""
 
     name: str
     state_bytes: int
+    old: ParallelConfig
+    new: ParallelConfig
     previous: Layout
     current: Layout
+    worker_of_rank: tuple[int, ...]
 
     @property
     def num_workers(self) -> int:
@@ -64,7 +68,7 @@ def make_case(text: str, state_bytes: int) -> Case:
         by_worker[slot.index] = current[rank]
     joined = (*previous, *[()] * (workers - len(previous)))
     total = sum(t.itemsize * _elements(t.shape) for t in {s.tensor for m in previous for s in m})
-    return Case(text, total, joined, tuple(by_worker))
+    return Case(text, total, old, new, joined, tuple(by_worker), tuple(slot.index for slot in sketch.placement))
 
 
 def gpt_layout(hidden: int, config: ParallelConfig) -> Layout:
@@ -83,6 +87,11 @@ def gpt_layout(hidden: int, config: ParallelConfig) -> Layout:
             ]
         layout.append(tuple(shards))
     return tuple(layout)
+
+
+def tp_dim(name: str) -> int | None:
+    """The dim of a tensor that is cut over tp, by its name in a layout."""
+    return {parameter: dim for parameter, _, dim in _parameters(1)}[name.rpartition(".")[0]]
 
 
 def _parameters(hidden: int) -> list[tuple[str, tuple[int, ...], int | None]]:

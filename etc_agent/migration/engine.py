@@ -28,7 +28,7 @@ from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.peers import Peers
 from etc_agent.migration.report import MigrationReport, SpanRecorder
-from etc_agent.migration.schedule import Message, Schedule, schedule_for
+from etc_agent.migration.schedule import WINDOW, Message, Schedule, schedule_for
 from etc_agent.migration.shared import PeerMemory, SharedMemory
 from etc_agent.migration.staging import Staging
 from etc_agent.migration.storage import Held, Storage
@@ -36,9 +36,6 @@ from etc_agent.migration.verify import BoxHashes
 from etc_agent.migration.wire import Operation, Wire, Work
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
-
-WINDOW = 2
-"""Rounds in flight together."""
 
 Progress = Callable[[int, int], None]
 """Told the bytes that this worker has sent and received so far, and those it will have in the end."""

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.lifetimes import release_round_bytes
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.release import ReleasingMigration
+from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.shared import SharedMemory, can_share
 from etc_agent.migration.wire import Wire
 from etc_agent.planner.migration import make_plan
@@ -63,7 +63,7 @@ def migrate(
     needed = tuple(dict.fromkeys(need))
     previous, current = _exchange(Wire(backend), tuple(have), needed, timeout_s)
     if mode == "release":
-        plan = make_plan(previous, current, round_bytes=release_round_bytes(previous, current))
+        plan = plan_release(previous, current)
         releasing = ReleasingMigration(
             plan, rank, have, backend, timeout_s=timeout_s, device=device, budget_bytes=budget_bytes, verify=verify
         )

@@ -6,12 +6,12 @@ Pure: from the plan alone, so that the peak is known, and refused, before anythi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from etc_agent.migration.schedule import Schedule
 from etc_agent.planner.plan import Refer
-from etc_agent.state.layout import Manifest, Shard
+from etc_agent.state.layout import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +123,3 @@ def default_budget_bytes(old_bytes: int, new_bytes: int, shard_bytes: Iterable[i
     """The larger of old and new state, and on top 10 % of it or its two largest tensors, whichever is more."""
     larger = max(old_bytes, new_bytes)
     return larger + max(larger // 10, sum(sorted(shard_bytes)[-2:]))
-
-
-def release_round_bytes(previous: Sequence[Manifest], current: Sequence[Manifest]) -> int:
-    """A bound of rounds that fits the default budgets of all workers: two rounds in flight, each sending and receiving
-    through buffers, take at most half of what a budget has on top."""
-    slacks = []
-    for old, new in zip(previous, current, strict=True):
-        old_bytes, new_bytes = (sum(shard.num_bytes for shard in manifest) for manifest in (old, new))
-        if new_bytes:
-            budget = default_budget_bytes(old_bytes, new_bytes, [shard.num_bytes for shard in (*old, *new)])
-            slacks.append(budget - max(old_bytes, new_bytes))
-    return max(1, min(slacks, default=1 << 20) // 16)

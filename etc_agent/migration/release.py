@@ -10,9 +10,10 @@ import torch
 from etc_agent.migration.binding import BoundRound
 from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.check import check_tensors, needed_shards
-from etc_agent.migration.engine import WINDOW, Migration
+from etc_agent.migration.engine import Migration
 from etc_agent.migration.lifetimes import Step, default_budget_bytes, lifetimes_of
 from etc_agent.migration.report import SpanRecorder
+from etc_agent.migration.schedule import WINDOW
 from etc_agent.migration.storage import OnDemand
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 from etc_agent.state.layout import Shard

@@ -16,6 +16,9 @@ from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 DIRECT_BYTES = 128 << 10
 """Below this, a copy into a shared buffer costs less than a message of its own (about 60 us with gloo)."""
 
+WINDOW = 2
+"""Rounds in flight together."""
+
 ALIGN_BYTES = 16
 """Start of each item of a packed message: the largest item size."""
 

@@ -8,7 +8,7 @@ import multiprocessing.connection
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,13 @@ def gloo(store: dist.Store, name: str, rank: int, size: int, timeout_s: float = 
     return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, datetime.timedelta(seconds=timeout_s))
 
 
-def run_workers(function: Callable[..., Any], size: int, *args: Any, limit_s: float = 60) -> list[Outcome]:
-    """Call ``function(rank, size, store, *args)`` in `size` processes; every process is gone afterwards."""
+def run_workers(
+    function: Callable[..., Any], size: int, *args: Any, limit_s: float = 60, silent: Collection[int] = ()
+) -> list[Outcome]:
+    """Call ``function(rank, size, store, *args)`` in `size` processes; every process is gone afterwards.
+
+    `silent`: ranks from which no answer is expected; they are killed when the others have answered.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = []
     for rank in range(size):
@@ -45,7 +50,10 @@ def run_workers(function: Callable[..., Any], size: int, *args: Any, limit_s: fl
         children.append((child, ours))
     outcomes = []
     deadline = datetime.datetime.now() + datetime.timedelta(seconds=limit_s)
-    for _, pipe in children:
+    for rank, (_, pipe) in enumerate(children):
+        if rank in silent:
+            outcomes.append(Outcome(error="silent"))
+            continue
         left_s = max(0.0, (deadline - datetime.datetime.now()).total_seconds())
         outcome = Outcome(error=f"no answer within {limit_s} s")
         if pipe.poll(left_s):
@@ -54,8 +62,8 @@ def run_workers(function: Callable[..., Any], size: int, *args: Any, limit_s: fl
             except EOFError:
                 outcome = Outcome()
         outcomes.append(outcome)
-    for (child, _), outcome in zip(children, outcomes, strict=True):
-        child.join(5)
+    for rank, ((child, _), outcome) in enumerate(zip(children, outcomes, strict=True)):
+        child.join(0 if rank in silent else 5)
         if child.is_alive():
             child.kill()
             child.join()

@@ -91,7 +91,7 @@ def test_a_killed_worker_is_named_at_once_and_the_old_state_stays(at: int, memor
 
 
 def test_a_stopped_worker_costs_the_timeout_and_no_more() -> None:
-    outcomes = run_workers(with_fault, 3, "stopped", -1, "own", limit_s=TIMEOUT_S + 8)
+    outcomes = run_workers(with_fault, 3, "stopped", -1, "own", silent=[VICTIM])
     for outcome in outcomes[:VICTIM]:
         assert outcome.error is None, outcome.error
         error, seconds, intact, arrived = outcome.value

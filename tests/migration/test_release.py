@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.lifetimes import lifetimes_of, release_round_bytes
+from etc_agent.migration.lifetimes import lifetimes_of
 from etc_agent.migration.release import ReleasingMigration
+from etc_agent.migration.release_plan import is_contiguous_in, plan_release
 from etc_agent.migration.schedule import schedule_for
 from etc_agent.planner.errors import MissingSourceError
 from etc_agent.planner.migration import make_plan
-from etc_agent.state.boxes import whole
+from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import Manifest, Shard
 from tests.migration.processes import gloo, run_workers, values
 from tests.migration.states import grid, logical, same_bits, slice_of
@@ -34,7 +35,7 @@ def matrices(count: int, old_tp: int, new_tp: int, workers: int) -> tuple[list[M
 
 
 def release(rank: int, size: int, store: dist.Store, old: list[Manifest], new: list[Manifest]) -> Any:
-    plan = make_plan(old, new, round_bytes=release_round_bytes(old, new))
+    plan = plan_release(old, new)
     sources = {shard: slice_of(shard) for shard in old[rank]}
     migration = ReleasingMigration(plan, rank, sources, gloo(store, "m", rank, size), timeout_s=20, verify=True)
     migration.prepare()
@@ -71,6 +72,22 @@ def test_a_step_that_only_compacts_holds_one_tensor_twice_at_most() -> None:
     freed = {shard: shard.num_bytes for shard in old[0]}
     old_bytes = sum(freed.values())
     assert lifetimes.peak_bytes(old_bytes, freed, window=2) == old_bytes + new[0][0].num_bytes
+
+
+@pytest.mark.parametrize(
+    ("box", "outer", "expected"),
+    [
+        (Box((0, 0), (2, 8)), Box((0, 0), (4, 8)), True),
+        (Box((0, 0), (4, 2)), Box((0, 0), (4, 8)), False),
+        (Box((3, 2), (1, 2)), Box((0, 0), (4, 8)), True),
+        (Box((0, 0, 0), (1, 2, 8)), Box((0, 0, 0), (3, 4, 8)), True),
+        (Box((0, 0, 0), (2, 2, 8)), Box((0, 0, 0), (3, 4, 8)), False),
+        (Box((), ()), Box((), ()), True),
+    ],
+)
+def test_which_boxes_can_travel_in_place(box: Box, outer: Box, expected: bool) -> None:
+    assert is_contiguous_in(box, outer) is expected
+    assert torch.zeros(outer.shape)[box.within(outer)].is_contiguous() is expected
 
 
 def too_small(rank: int, size: int, store: dist.Store) -> str:

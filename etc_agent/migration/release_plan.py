@@ -1,0 +1,71 @@
+"""A plan for `release` mode: the largest rounds with which every worker stays inside its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etc_agent.migration.lifetimes import default_budget_bytes, lifetimes_of
+from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedule_for
+from etc_agent.planner.migration import make_plan
+from etc_agent.planner.plan import MigrationPlan
+from etc_agent.state.boxes import Box
+from etc_agent.state.layout import Manifest
+
+_LARGEST_ROUND_BYTES = 64 << 20
+_SMALLEST_PART = 64
+"""Rounds of less than this part of what a budget has on top cost more time than they save memory."""
+
+
+def plan_release(
+    previous: Sequence[Manifest], current: Sequence[Manifest], budget_bytes: int | None = None
+) -> MigrationPlan:
+    """The plan that turns `previous` into `current`, where entry i of both is worker i's manifest.
+
+    `budget_bytes`: of every worker; by default each has its `default_budget_bytes`. The same on every worker. Where no
+    rounds fit, the plan has the smallest ones, and `ReleasingMigration.prepare` says who lacks how much.
+
+    Raises:
+        PlanError: as for `make_plan`.
+    """
+    budgets, slack = [], _LARGEST_ROUND_BYTES
+    for old, new in zip(previous, current, strict=True):
+        old_bytes, new_bytes = (sum(shard.num_bytes for shard in manifest) for manifest in (old, new))
+        sizes = [shard.num_bytes for shard in (*old, *new)]
+        budgets.append(budget_bytes or default_budget_bytes(old_bytes, new_bytes, sizes))
+        if new_bytes:
+            slack = min(slack, budgets[-1] - max(old_bytes, new_bytes))
+    part = 1
+    while True:
+        plan = make_plan(previous, current, round_bytes=max(1, slack // part))
+        part *= 2
+        if part > _SMALLEST_PART or all(
+            expected_peak_bytes(plan, worker, previous[worker]) <= budget for worker, budget in enumerate(budgets)
+        ):
+            return plan
+
+
+def expected_peak_bytes(plan: MigrationPlan, worker: int, previous: Manifest) -> int:
+    """Most bytes that a worker holds at once, staging included, if each of its old shards has a storage of its own."""
+    schedule = schedule_for(plan, worker)
+    sizes = {shard: shard.num_bytes for shard in previous}
+    held = lifetimes_of(schedule, previous).peak_bytes(sum(sizes.values()), sizes, WINDOW)
+    return held + _staging_bytes(schedule)
+
+
+def _staging_bytes(schedule: Schedule) -> int:
+    needs = [
+        sum(aligned(m.num_bytes) for m in r.sends if not _in_place(m, m.transfers[0].source_box))
+        + sum(aligned(m.num_bytes) for m in r.receives if not _in_place(m, m.transfers[0].target_box))
+        for r in schedule.rounds
+    ]
+    return sum(max(needs[slot::WINDOW], default=0) for slot in range(WINDOW))
+
+
+def _in_place(message: Message, outer: Box) -> bool:
+    return len(message.transfers) == 1 and is_contiguous_in(message.transfers[0].box, outer)
+
+
+def is_contiguous_in(box: Box, outer: Box) -> bool:
+    """Whether the elements of `box` follow each other in a row-major array that holds `outer`."""
+    cut = [dim for dim, (inner, whole) in enumerate(zip(box.shape, outer.shape, strict=True)) if inner != whole]
+    return not cut or all(size == 1 for size in box.shape[: cut[-1]])
