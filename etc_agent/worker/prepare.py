@@ -152,7 +152,10 @@ def prepare(
             if new_stream is not None:
                 targets[new_stream[0]] = new_stream[1]
         with _phase(phases_ms, "connect"):
-            migration = Migration(plan, seat.worker, sources, targets, group, timeout_s=settings.switch_timeout_s)
+            migration = Migration(
+                plan, seat.worker, sources, targets, group,
+                timeout_s=settings.switch_timeout_s, verify=settings.verify_dir is not None,
+            )
             migration.prepare()
         following = None
         if world is not None and state is not None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,6 +22,7 @@ from etc_agent.worker.environment import WorkerEnvironment
 from etc_agent.worker.model import Build
 from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line
 from etc_agent.worker.reconfiguration import Reconfiguration
+from etc_agent.worker.retire import Retired, retire, spare_the_collector
 from etc_agent.worker.settings import Record, Settings
 from etc_agent.worker.start import start_fresh
 from etc_agent.worker.switch import Switch, SwitchError, switch
@@ -86,7 +84,7 @@ class Session:
         self._num_steps = 0
         self._pending = 0
         self._switched: Switch | None = None
-        self._retired: list[Any] = []
+        self._retired: Retired | None = None
         self._sample_ids: Sequence[int] = ()
         self._step_start = self._last_progress = time.perf_counter()
         self._step_end = self._step_start
@@ -147,7 +145,7 @@ class Session:
     def __enter__(self) -> Self:
         install()
         if self._environment.socket is not None:
-            _spare_the_collector()
+            spare_the_collector()
         try:
             self._open()
         except BaseException as error:
@@ -238,8 +236,9 @@ class Session:
         assert self._reconfiguration is not None
         start, self._switched = self._switched.start, None
         self._reconfiguration.report(FirstStep(self.generation, self._step - 1, (self._step_end - start) * 1e3))
-        retired, self._retired = self._retired, []
-        threading.Thread(target=_let_go, args=(retired,), name="etc-let-go", daemon=True).start()
+        retired, self._retired = self._retired, None
+        assert retired is not None
+        retire(retired)
 
     # -- a change --------------------------------------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class Session:
 
     def _switch_to(self, prepared: PreparedGeneration) -> None:
         assert self._reconfiguration is not None
-        outcome = switch(prepared, self._live, self._step, self._settings, self._environment.verify_dir)
+        outcome = switch(prepared, self._live, self._step, self._settings)
         if not outcome.is_committed:
             self._stay(prepared, outcome.error)
             return
@@ -265,7 +264,7 @@ class Session:
             )
         )
         old, self._live, self._step = self._live, prepared.next, outcome.step
-        self._retired = [old, prepared, outcome.farewells]
+        self._retired = Retired(old, prepared, outcome.farewells)
         if self._live is None:
             raise SystemExit(0)
         self._switched = outcome
@@ -279,37 +278,6 @@ class Session:
         if self._live is None:
             raise SystemExit(0)
         _log.error("generation %d was not entered; training goes on in generation %d", generation, self.generation)
-
-
-def _spare_the_collector() -> None:
-    """Let later garbage collections pass over what is there already: modules above all, some 300,000 objects.
-
-    A generation that goes needs a full collection (see `_let_go`). It holds the interpreter lock and would stop the
-    first steps of the new generation for as long as it takes to visit every object.
-    """
-    # The first optimizer step would import this anyway, and it is the largest part.
-    import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()
-
-
-def _let_go(retired: list[Any]) -> None:
-    """Free a generation that is no longer in force: groups, sockets, threads, memory. In the background."""
-    old, prepared, farewells = retired
-    retired.clear()
-    for work in farewells:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            _log.info("a worker left before it was told to: %s", one_line(error))
-    farewells.clear()
-    if old is not None:
-        old.world.close()
-    prepared.next = None
-    prepared.close()
-    del old, prepared
-    # Modules, schedules and hooks refer to each other in circles, and a kept group keeps its sockets and threads.
-    gc.collect()
 
 
 def _is_of_user_code(error: BaseException) -> bool:
@@ -376,6 +344,7 @@ def session(
         timeout_s=timeout_s,
         switch_timeout_s=switch_timeout_s,
         record=record,
+        verify_dir=environment.verify_dir,
     )
     config = ParallelConfig.parse(parallel) if isinstance(parallel, str) else parallel
     return Session(build, config, environment, settings)

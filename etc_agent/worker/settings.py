@@ -14,7 +14,8 @@ Record = Callable[[int, Sequence[int]], None]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`global_batch` in samples. `timeout_s`: longest wait for peers in the training groups and for the store;
-    `switch_timeout_s`: the same in the groups that migrate."""
+    `switch_timeout_s`: the same in the groups that migrate. `verify_dir`: where every worker writes its shards before
+    and after a migration, whose boxes are then hashed on both ends as well; None for neither."""
 
     device: torch.device
     global_batch: int
@@ -22,3 +23,4 @@ class Settings:
     timeout_s: float
     switch_timeout_s: float
     record: Record | None
+    verify_dir: str | None = None

@@ -65,7 +65,6 @@ def switch(
     live: LiveGeneration | None,
     step: int,
     settings: Settings,
-    verify_dir: str | None,
 ) -> Switch:
     """Move into `prepared`; `live` is None on a worker that joins, `step` the next step on one that does not.
 
@@ -75,7 +74,7 @@ def switch(
     outcome = Switch(False, step, time.perf_counter())
     try:
         carried = _share_host_state(prepared, live, outcome)
-        ok = _migrate(prepared, live, carried, outcome, verify_dir)
+        ok = _migrate(prepared, live, carried, outcome, settings.verify_dir)
         with _phase(outcome, "vote"):
             outcome.is_committed = minimum(prepared.group, Ballot(ok, 0)).ok
     except RuntimeError as error:
@@ -84,7 +83,7 @@ def switch(
         ) from error
     if outcome.is_committed:
         with _phase(outcome, "swap"):
-            _swap(prepared, outcome, settings, verify_dir)
+            _swap(prepared, outcome, settings)
     return outcome
 
 
@@ -140,7 +139,7 @@ def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str
         write_shards(verify_dir, prepared.generation.id, "old", prepared.seat.old_rank, sources)
 
 
-def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings, verify_dir: str | None) -> None:
+def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> None:
     """The vote has succeeded: nothing in here may fail for reasons of the job."""
     _say_farewell(prepared, outcome)
     following = prepared.next
@@ -153,12 +152,12 @@ def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings, ver
         set_rng_state(settings.device, prepared.new_stream[1])
     else:
         start_stream(settings.seed, prepared.generation.id, following.parallel.rank)
-    if verify_dir is not None:
+    if settings.verify_dir is not None:
         with entered(following.world):
             shards = shards_of(following.state)
         if prepared.new_stream is not None:
             shards[prepared.new_stream[0]] = rng_state(settings.device)
-        write_shards(verify_dir, prepared.generation.id, "new", following.parallel.rank, shards)
+        write_shards(settings.verify_dir, prepared.generation.id, "new", following.parallel.rank, shards)
 
 
 def _say_farewell(prepared: PreparedGeneration, outcome: Switch) -> None:
