@@ -116,3 +116,40 @@ def test_the_script_trains_alike_in_a_session_and_plainly_and_after_a_checkpoint
     assert resumed == pytest.approx(session[2:], abs=1e-5)
     lines = [json.loads(line) for file in os.listdir(tmp_path / "ids") for line in (tmp_path / "ids" / file).open()]
     assert sorted(i for line in lines if line["pp"] == 0 for i in line["ids"]) == list(range(4 * 8))
+
+
+def test_other_threads_never_see_the_optimizer_over_anything_but_the_models_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import torch
+    from gpt.optimizer import LocalAdamW
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        plain = torch.nn.Parameter(torch.randn(4, 3))
+        param = torch.nn.Parameter(distribute_tensor(plain.detach(), mesh, [Shard(0)], src_data_rank=None))
+        optimizer = LocalAdamW([param])
+        reference = torch.optim.AdamW([plain])
+        before = optimizer.param_groups, optimizer.state
+        zeros = {key: torch.zeros(2, 3) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {
+            "step": torch.tensor(0.0),
+            **{key: type(param).from_local(value, mesh, [Shard(0)]) for key, value in zeros.items()},
+        }
+        for _ in range(3):
+            param.grad, plain.grad = param.detach().clone(), plain.detach().clone()
+            optimizer.step()
+            reference.step()
+        assert (optimizer.param_groups, optimizer.state) == before
+        assert optimizer.param_groups is before[0]
+        assert optimizer.state is before[1]
+        assert torch.equal(param.to_local(), plain[:2])
+        assert torch.equal(zeros["exp_avg"], reference.state[plain]["exp_avg"][:2])
+    finally:
+        destroy_process_group()
