@@ -7,13 +7,12 @@ left is a few thousand atoms for any number of ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from etc_agent.planner.errors import PlanError
@@ -57,8 +56,8 @@ def model_holdings(previous: Sharding, current: Sharding) -> Holdings:
                 sizes[atom] = sizes.get(atom, 0) + size * count
     return Holdings(
         np.array(list(sizes.values()), dtype=np.int64),
-        _matrix([previous.ranks(atom[0], atom[1], atom[4]) for atom in sizes], previous.config.num_ranks),
-        _matrix([current.ranks(atom[2], atom[3], atom[4]) for atom in sizes], current.config.num_ranks),
+        _matrix(previous, [(atom[0], atom[1], atom[4]) for atom in sizes]),
+        _matrix(current, [(atom[2], atom[3], atom[4]) for atom in sizes]),
     )
 
 
@@ -90,9 +89,11 @@ def cells_of(spec: TensorSpec, tp_before: int, tp_after: int) -> Iterator[Cell]:
         yield Cell(start, end, before, after)
 
 
-def _matrix(rows: list[NDArray[np.int64]], num_rows: int) -> csr_matrix:
-    lengths = [len(of) for of in rows]
-    indptr = np.concatenate([[0], np.cumsum(lengths)])
-    indices = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-    by_atom = csr_matrix((np.ones(len(indices), np.int64), indices, indptr), (len(rows), num_rows))
-    return by_atom.T.tocsr()
+def _matrix(sharding: Sharding, owners: Sequence[tuple[_Parts, _Parts, int | None]]) -> csr_matrix:
+    """Sparse 0/1 (ranks, atoms) from the stages, tp parts and expert of each atom."""
+    ranks = {owner: sharding.ranks(*owner) for owner in dict.fromkeys(owners)}
+    columns = [ranks[owner] for owner in owners]
+    indices = np.concatenate(columns) if columns else np.zeros(0, np.int64)
+    indptr = np.concatenate([[0], np.cumsum([len(column) for column in columns])])
+    shape = (len(owners), sharding.config.num_ranks)
+    return csr_matrix((np.ones(len(indices), np.int64), indices, indptr), shape).T.tocsr()

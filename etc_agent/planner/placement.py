@@ -39,7 +39,7 @@ _BETWEEN_WEIGHTS = (1e-3, 1e-6)
 """Worth of a byte kept on its node, to choose among placements that move equally little; the first that is safe."""
 _MAX_TORN = 8
 """Choices of which tp groups are torn, where some must be, that are all solved."""
-_MAX_WORK = 1600
+_MAX_WORK = 1000
 """Ranks times exchanges tried for a problem too large to be solved exactly."""
 _MAX_IMPROVED = 256
 """Ranks up to which exchanges are tried."""
@@ -168,12 +168,15 @@ class _Search:
     def best(self, nodes: Sequence[int], least: Least) -> NDArray[np.intp]:
         """The best assignment on `nodes`."""
         chosen = self.spots.assign(self.keep, nodes)
+        if self.spots.num_ranks > MAX_ASSIGNED:
+            return chosen
         cheapest = self._cheapest(nodes)
         if least == "bytes" and self.spots.group_size == 1:
-            return self._exchange(cheapest, nodes, least) if self.spots.num_ranks <= _MAX_IMPROVED else cheapest
+            return self._exchange(cheapest, nodes, least)
         seconds, _, everything, _ = self._order(chosen, "time")
         fewest = (self.needed[self.keep.class_of_rank] - self.keep.on_slot[self.keep.class_of_rank, cheapest]).sum()
-        if (least == "bytes" or seconds <= self._bound(nodes) * _GOOD_ENOUGH) and everything <= fewest:
+        soonest = least == "time" and seconds <= self._bound(nodes) * _GOOD_ENOUGH
+        if everything <= fewest and (soonest or least == "bytes"):
             return chosen
         small = self._small(chosen, nodes)
         if small is not None:
@@ -181,9 +184,7 @@ class _Search:
             answers = (replace(problem, whole_groups=whole).solve(least=least) for whole in self._whole(chosen))
             options = [chosen, *(slots[answer] for answer in answers if answer is not None)]
             return min(options, key=lambda option: self._order(option, least))
-        if least == "time" and self.spots.num_ranks <= _MAX_IMPROVED:
-            return self._exchange(chosen, nodes, least)
-        return chosen
+        return chosen if soonest else self._exchange(chosen, nodes, least)
 
     def _order(self, chosen: NDArray[np.intp], least: Least) -> tuple[float, ...]:
         """Smaller is better; times within a millionth are equal."""
@@ -201,10 +202,8 @@ class _Search:
         return self.fabric.loads(self.spots.placement(chosen)).seconds
 
     def _cheapest(self, nodes: Sequence[int]) -> NDArray[np.intp]:
-        """The least bytes, were there no tp groups; without pins where the job is large."""
+        """The least bytes, were there no tp groups."""
         spots, keep = self.spots, self.keep
-        if spots.num_ranks > MAX_ASSIGNED:
-            return spots.assign(keep, nodes)
         where = np.flatnonzero(np.isin(spots.node_of_slot, list(nodes)))
         ranks = np.arange(spots.num_ranks)
 
@@ -293,7 +292,9 @@ class _Search:
     # ---- larger ones ----------------------------------------------------------------------------------------------
 
     def _exchange(self, chosen: NDArray[np.intp], nodes: Sequence[int], least: Least) -> NDArray[np.intp]:
-        """Exchange groups between the busiest node and others while that helps."""
+        """Exchange groups between the busiest node and others while that helps; only where a try is quick."""
+        if self.spots.num_ranks > _MAX_IMPROVED:
+            return chosen
         best, order, tries = chosen, self._order(chosen, least), 0
         improved = True
         while improved:
