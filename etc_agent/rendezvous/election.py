@@ -51,6 +51,7 @@ class Election:
         self._on_change = on_change
         self._mandate: Mandate | None = None
         self._stopped = threading.Event()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="etcd-election", daemon=True)
         self._thread.start()
 
@@ -74,18 +75,12 @@ class Election:
 
     def resign(self) -> None:
         """Stop campaigning and give up the lead if we have it, so that another takes over at once. Idempotent."""
-        self._stopped.set()
+        with self._lock:
+            self._stopped.set()
+            mandate, self._mandate = self._mandate, None
         self._mirror.poke()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        mandate, self._mandate = self._mandate, None
-        if mandate is None:
-            return
-        try:
-            is_ours = Compare.create_revision(mandate.key, mandate.create_revision)
-            self._client.transact([is_ours], [Delete(mandate.key)])
-        except EtcdError as error:
-            log.warning("the lead could not be given up and ends with our lease: %s", error)
+        if mandate is not None:
+            self._give_up(mandate)
 
     close = resign
 
@@ -98,14 +93,36 @@ class Election:
             elif holder.lease != lease_id:
                 self._wait_for_end_of(holder)
             else:
-                self._mandate = Mandate(self._key, holder.create_revision, lease_id)
-                log.info("leading since revision %d", holder.create_revision)
-                self._tell(True)
-                self._wait_for_end_of(holder)
-                if not self._stopped.is_set():
-                    self._mandate = None
-                    log.warning("not leading any more")
-                    self._tell(False)
+                self._serve(holder, Mandate(self._key, holder.create_revision, lease_id))
+
+    def _serve(self, holder: KeyValue, mandate: Mandate) -> None:
+        """One term, to its end."""
+        with self._lock:
+            has_resigned = self._stopped.is_set()
+            if not has_resigned:
+                self._mandate = mandate
+        if has_resigned:  # while etcd was making us the leader
+            self._give_up(mandate)
+            return
+        log.info("leading since revision %d", mandate.create_revision)
+        self._tell(True)
+        self._wait_for_end_of(holder)
+        with self._lock:
+            has_resigned = self._stopped.is_set()
+            if not has_resigned:
+                self._mandate = None
+        if not has_resigned:
+            log.warning("not leading any more")
+            self._tell(False)
+
+    def _give_up(self, mandate: Mandate) -> None:
+        if not self._lease().is_held:
+            return  # etcd is away or has ended the term itself; do not wait for it
+        try:
+            is_ours = Compare.create_revision(mandate.key, mandate.create_revision)
+            self._client.transact([is_ours], [Delete(mandate.key)])
+        except EtcdError as error:
+            log.warning("the lead could not be given up and ends with our lease: %s", error)
 
     def _campaign(self, lease_id: int) -> KeyValue | None:
         """Take the lead if nobody has it. Who has it then; None where that could not be learned."""

@@ -15,10 +15,13 @@ _NOT_APPLIED = (
     "too many requests",
 )
 
+_NO_CLIENT_CERTIFICATE = "it does not accept our TLS client certificate, or misses one"
+
 # (is TLS in use, sign in grpc's words, what it means)
 _TLS_HINTS = (
     (True, "CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by the CA that we were told to trust"),
-    (True, "TSI_DATA_CORRUPTED", "it does not accept our TLS client certificate, or misses one"),
+    (True, "TSI_DATA_CORRUPTED", _NO_CLIENT_CERTIFICATE),
+    (True, "_ALERT_", _NO_CLIENT_CERTIFICATE),
     (True, "security handshaker", "a TLS file that we were given holds no usable certificate or key"),
     (True, "Handshake read failed", "it seems not to speak TLS, and we do"),
     (True, "WRONG_VERSION_NUMBER", "it seems not to speak TLS, and we do"),

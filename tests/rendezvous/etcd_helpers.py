@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 import threading
@@ -21,6 +23,13 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> floa
         assert time.monotonic() - begin < timeout_s, f"not true after {timeout_s} s"
         time.sleep(0.005)
     return time.monotonic() - begin
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP, in effect when this returns: the signal alone leaves threads running for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    stats = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    wait_until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats))
 
 
 class Wire:
