@@ -26,6 +26,7 @@ from etc_agent.worker.retire import Retired, retire, spare_the_collector
 from etc_agent.worker.settings import Record, Settings
 from etc_agent.worker.start import start_fresh
 from etc_agent.worker.switch import Switch, SwitchError, switch
+from etc_agent.worker.update import apply, can_apply
 from etc_agent.worker.vote import Ballot
 from etc_agent.worker.world import deactivate, install
 
@@ -52,7 +53,8 @@ class Step:
 
     def commit(self, ok: bool = True) -> bool:
         """Vote, and on every rank or on none apply the step: ``optimizer.step()``, ``scheduler.step()``,
-        ``zero_grad(set_to_none=True)``. The script calls none of these itself.
+        ``zero_grad(set_to_none=True)``. The script calls none of these itself. With a gradient scaler in the state,
+        non-finite gradients on any rank count as not `ok`, and the scaler is updated too.
 
         `ok`: False where this rank's gradients must not be applied (a NaN, say); then no rank applies them, the
         gradients are dropped and training goes on with the next step. Returns whether the step was applied.
@@ -198,21 +200,16 @@ class Session:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def _commit(self, step: Step, ok: bool) -> bool:
-        live, result = self._now(), Ballot(ok, 0)
+        live = self._now()
+        result = Ballot(can_apply(live.state) and ok, 0)
         if live.vote is not None:
             assert self._reconfiguration is not None
-            result = live.vote.cast(Ballot(ok, self._reconfiguration.armed()))
+            result = live.vote.cast(Ballot(result.ok, self._reconfiguration.armed()))
             if result.armed:
                 self._pending = result.armed
             else:
                 self._reconfiguration.drop_withdrawn()
-        optimizer, scheduler = live.state.optimizer, live.state.scheduler
-        if optimizer is not None:
-            if result.ok:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if scheduler is not None and result.ok:
-            scheduler.step()
+        apply(live.state, result.ok)
         self._step += 1
         if self._settings.record is not None:
             self._settings.record(step.index, self._sample_ids)

@@ -147,6 +147,41 @@ def test_shards_of_every_kind_are_written_with_their_bits(tmp_path: Path) -> Non
         assert file["b2"].size == 0
 
 
+SCALED = """
+import torch
+import etc_agent as etc
+
+def build(parallel):
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    return etc.TrainState(model, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=8.0))
+
+with etc.session(build) as session:
+    for step in session.steps(4):
+        with step:
+            state = session.state
+            factor = float("inf") if step.index == 1 else 1.0
+            state.scaler.scale(state.model(torch.ones(1, 2) * factor).sum()).backward()
+            if step.index == 2:
+                state.scaler.unscale_(state.optimizer)
+            applied = step.commit(ok=step.index != 3)
+        weight = state.model.weight[0, 0].item()
+        print(step.index, applied, state.scaler.get_scale(), weight, state.scheduler.last_epoch)
+"""
+
+
+def test_a_scaled_step_with_non_finite_gradients_is_dropped_and_the_scale_backs_off(tmp_path: Path) -> None:
+    exit_code, written = run_script(SCALED, tmp_path / "log", {})
+    assert exit_code == 0, written
+    assert written.splitlines() == [
+        "0 True 8.0 -1.0 1",
+        "1 False 4.0 -1.0 1",
+        "2 True 4.0 -1.75 2",
+        "3 False 2.0 -1.75 2",
+    ]
+
+
 def test_the_names_of_the_package_are_loaded_when_used(tmp_path: Path) -> None:
     code = (
 
