@@ -121,7 +121,7 @@ def _tls(config: Mapping[str, Any]) -> Tls | None:
 def _password(config: Mapping[str, Any]) -> str:
     file = config.get("password_file")
     if file is None:
-        password = os.environ.get(PASSWORD_VARIABLE)
+        password = os.environ.pop(PASSWORD_VARIABLE, None)  # torchrun hands its environment on to the workers
         if password is None:
             raise EtcdError(f"an etcd user was given without a password; set {PASSWORD_VARIABLE} or password_file=PATH")
         return password

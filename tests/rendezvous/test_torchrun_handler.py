@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,6 +222,23 @@ def test_a_closed_run_is_closed_to_latecomers_until_its_last_node_has_gone(
     assert not again.is_closed()
     again.set_closed()
     wait_until(again.is_closed)
+
+
+def test_a_process_that_ends_without_shutdown_leaves_at_once(
+    make_node: MakeNode, shared_etcd: EtcdServer, keys: JobKeys
+) -> None:
+    """As torchrun does at SIGTERM: it ends by an exception, and leaves the run open for the others."""
+    watcher = make_node(min_nodes=1)
+    script = (
+        "from torch.distributed.elastic.rendezvous import RendezvousParameters as P\n"
+        "from etc_agent.rendezvous.handler import create_handler\n"
+        f"p = P('etcd-v3', '{shared_etcd.endpoint}', '{keys.run_id}', 1, 1, '127.0.0.1', lease_ttl=600)\n"
+        "create_handler(p).next_rendezvous()\n"
+        "raise SystemExit(3)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 3
+    wait_until(lambda: watcher._view().roster.generation == 1 and not watcher._view().nodes)
+    assert not watcher.is_closed()
 
 
 def test_too_few_nodes_is_a_timeout_that_says_how_many_came(make_node: MakeNode) -> None:
