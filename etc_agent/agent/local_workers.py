@@ -23,6 +23,7 @@ from etc_agent.control.messages import (
 )
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.member import WorkerView
+from etc_agent.reconfig.records import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,16 @@ class LocalWorker:
             return self.process.exit_code
         return self.process.exit_code if time.monotonic() - self.ended_at > _LAST_WORDS_S else None
 
+    def _failure(self) -> Failure | None:
+        return self.process.failure(str(self.slot), in_session=self.channel is not None)
+
     def view(self) -> WorkerView:
         return WorkerView(
             self.slot.index,
             self.started_for,
             in_session=self.channel is not None,
             exit_code=self.exit_code,
-            failure=self.process.failure(str(self.slot)) if self.exit_code is not None else None,
+            failure=self._failure() if self.exit_code is not None else None,
             told=frozenset(self.told),
             prepared=dict(self.reports[Prepared.type]),  # type: ignore[arg-type]
             refused=dict(self.reports[Refused.type]),  # type: ignore[arg-type]

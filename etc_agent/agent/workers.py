@@ -104,8 +104,9 @@ class WorkerProcess:
         """Kill whatever is left of its process group."""
         self._signal(signal.SIGKILL)
 
-    def failure(self, slot: str) -> Failure | None:
-        """Why it ended, or None where it runs, ended well or was told to."""
+    def failure(self, slot: str, *, in_session: bool) -> Failure | None:
+        """Why it ended, or None where it runs, ended well or was told to. `in_session`: it says what it raises, unless
+        that came from a lost peer."""
         if not self.exit_code or self.is_stopping:
             return None
         if self.exit_code > 128 and not self.raised:
@@ -113,9 +114,9 @@ class WorkerProcess:
             return Failure(slot, FailureKind.KILLED, self.exit_code, f"pid {self.pid} was killed by {name}")
         error = self.raised or self._recorded_error()
         if not error:
-            # It ended without a word: perhaps for a peer that is gone.
             ended = f"pid {self.pid} ended with exit code {self.exit_code}"
-            return Failure(slot, FailureKind.PEER_LOST, self.exit_code, ended)
+            kind = FailureKind.PEER_LOST if in_session else FailureKind.SILENT
+            return Failure(slot, kind, self.exit_code, ended)
         kind = FailureKind.PEER_LOST if _PEER_LOST.search(error) else FailureKind.RAISED
         return Failure(slot, kind, self.exit_code, error)
 

@@ -32,7 +32,7 @@ from etc_agent.reconfig.records import (
     first_cause,
 )
 from etc_agent.reconfig.sizing import NotDescribed, check, in_session, meeting, target
-from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
+from etc_agent.reconfig.view import Decision, Describe, Policy, View, Wait, Write
 from etc_agent.reconfig.wanted import Largest, Wanted, parse_wanted
 
 SIGTERM_EXIT_CODE = 143
@@ -324,17 +324,22 @@ def _stop_time(view: View, committed: Generation, acks: list[Ack]) -> History | 
 
 def _lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
     missing = [node for node in committed.nodes if node not in view.live and not view.ack(committed.id, node).finished]
-    failure = first_cause(ack.failure for ack in acks if ack.failure)
-    if failure and failure.kind is not FailureKind.PEER_LOST and not missing:
-        return _restart_after(view, failure)
     if missing:
         return _restart_without(view, missing)
-    if failure:
-        # A worker lost its peer and nobody said why: give a dead node's lease the time to expire.
-        if view.failed_s < view.policy.lost_s and len(committed.nodes) > 1:
-            return Wait(view.policy.lost_s - view.failed_s)
-        return _restart_after(view, failure)
-    return None
+    failure = first_cause(ack.failure for ack in acks if ack.failure)
+    if failure is None:
+        return None
+    patience_s = _patience_s(view.policy, failure.kind, len(committed.nodes))
+    return Wait(patience_s - view.failed_s) if view.failed_s < patience_s else _restart_after(view, failure)
+
+
+def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
+    """How long to wait for a better explanation: a dead node shows only when its lease runs out."""
+    if kind in (FailureKind.RAISED, FailureKind.KILLED):
+        return 0.0
+    if num_nodes > 1:
+        return policy.lost_s
+    return policy.blame_s if kind is FailureKind.PEER_LOST else 0.0
 
 
 def _restart_after(view: View, failure: Failure) -> Decision:

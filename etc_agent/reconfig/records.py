@@ -73,10 +73,11 @@ class NodeRecord(_Json):
 
 class FailureKind(StrEnum):
     """Why a worker ended, the likeliest cause of the others first. `RAISED`: by itself. `KILLED`: by a signal.
-    `PEER_LOST`: it raised because a peer went away, which has a cause of its own."""
+    `SILENT`: with an exit code and not a word. `PEER_LOST`: because a peer went away, which has a cause of its own."""
 
     RAISED = "raised"
     KILLED = "killed"
+    SILENT = "silent"
     PEER_LOST = "peer_lost"
 
 

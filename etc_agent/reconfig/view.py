@@ -22,7 +22,7 @@ class Policy:
     shrinking. `settle_s`: how long the set of nodes must be quiet before joiners are used. `prepare_s`: for a proposed
     generation to be ready. `switch_s`: from armed to switched; it spans a training step. `start_s`: how long a worker
     that has not opened a session is taken to be still starting. `lost_s`: how long a lost peer may take to be noticed
-    by its lease. `below_min_s`: how long the job waits with fewer than `min_nodes`.
+    by its lease. `blame_s`: how long a worker that lost a peer waits for that peer's own report. `below_min_s`: how long the job waits with fewer than `min_nodes`.
     """
 
     min_nodes: int
@@ -38,6 +38,7 @@ class Policy:
     switch_s: float = 1800.0
     start_s: float = 120.0
     lost_s: float = 12.0
+    blame_s: float = 3.0
     below_min_s: float = 600.0
 
 

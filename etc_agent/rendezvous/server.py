@@ -276,6 +276,9 @@ class EtcdServer:
                 process.wait(grace_s)
         if pid is not None and process.poll() is None:
             _signal(pid, signal.SIGKILL)
+        if pid is None:
+            # We were interrupted before etcd's pid was known; a closed pipe makes the guard end it.
+            process.stdin.close()
         process.wait()
         process.stdin.close()
         process.stdout.close()

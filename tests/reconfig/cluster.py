@@ -47,6 +47,7 @@ class Cluster:
     revision: int = 0
     is_quiet: bool = True
     phase_s: float = 0.0
+    failed_s: float = 0.0
     num_started: int = 0
     writes: list[Write] = field(default_factory=list)
     hooked: bool = True
@@ -86,7 +87,7 @@ class Cluster:
         quiet_s = 1e9 if self.is_quiet else 0.0
         return View(
             self.policy, tuple(self.nodes.values()), self.current, self.generations, self.acks, self.scale, self.drains,
-            self.paused, self.descriptions, quiet_s, self.phase_s, 0.0,
+            self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s,
         )
 
     def run(self, limit: int = 200) -> None:

@@ -235,6 +235,7 @@ def test_the_cause_is_named_and_not_the_peer_that_noticed() -> None:
     cluster.fail("a", 1, Failure("a/1", FailureKind.KILLED, 137, "killed by SIGKILL"))
     cluster.run()
     assert cluster.current.exit_code == 137
+    assert "SIGKILL" in cluster.current.why
 
 
 def test_a_lost_peer_waits_for_the_lease_of_a_dead_node() -> None:
@@ -243,6 +244,19 @@ def test_a_lost_peer_waits_for_the_lease_of_a_dead_node() -> None:
     cluster.run()
     assert cluster.current.outcome is Outcome.RUNNING
     assert cluster.current.committed == 1
+    cluster.failed_s = 1e9
+    cluster.run()
+    assert cluster.current.outcome is Outcome.FAILED
+
+
+def test_a_lost_peer_waits_for_the_one_that_raised() -> None:
+    cluster = started(Policy(1, 1, num_slots=2), "a")
+    cluster.fail("a", 0, Failure("a/0", FailureKind.PEER_LOST, 1, "Connection reset by peer"))
+    cluster.run()
+    assert cluster.current.outcome is Outcome.RUNNING
+    cluster.fail("a", 1, Failure("a/1", FailureKind.RAISED, 1, "ValueError: the cause"))
+    cluster.run()
+    assert "ValueError: the cause" in cluster.current.why
 
 
 def test_a_worker_that_refuses_withdraws_the_generation_and_the_request() -> None:
