@@ -254,14 +254,15 @@ class Session:
             return
         if self._live is not None:
             outcome.start = self._step_end
+        old, self._live, self._step = self._live, prepared.next, outcome.step
+        self._retired = Retired(old, prepared, outcome.farewells)
+        # Last: once the agent has heard this, it may ask for the next change.
         self._reconfiguration.report(
             Switched(
                 prepared.generation.id, outcome.step, outcome.phases_ms,
                 outcome.sent_bytes, outcome.received_bytes, outcome.referred_bytes,
             )
         )
-        old, self._live, self._step = self._live, prepared.next, outcome.step
-        self._retired = Retired(old, prepared, outcome.farewells)
         if self._live is None:
             raise SystemExit(0)
         self._switched = outcome

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from mini_agent import NODE, MiniAgent, run_script
 
-from etc_agent.control.messages import Armed, Prepared, Raised, Refused
+from etc_agent.control.messages import Armed, Prepare, Prepared, Raised, Refused
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 
 JOB = str(Path(__file__).with_name("tiny_job.py"))
@@ -155,6 +157,21 @@ def test_a_generation_armed_on_some_workers_only_can_still_be_withdrawn(tmp_path
         agent.change("PP3")
         agent.first_steps()
         assert {line["generation"] for line in agent.steps()} <= {1, 3}
+
+
+def test_a_job_that_ends_while_a_preparation_waits_for_a_peer_ends_well(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+        agent.start("PP2")
+        previous = agent.generation
+        assert previous is not None
+        placement = (slot(0), slot(1), slot(9))
+        generation = Generation(2, ParallelConfig.parse("PP3"), placement, previous.store, 1)
+        for each in (slot(0), slot(1)):
+            agent.send(each, Prepare(NODE, generation.to_json(), previous.to_json()))
+        agent.wait_for(lambda: bool(agent.steps()), "the first step")
+        agent.last_step_in(10)
+        assert agent.finish() == {slot(0): 0, slot(1): 0}
+        assert agent.logs() == ""
 
 
 def test_a_migration_that_fails_on_one_worker_is_voted_down_and_everyone_stays(tmp_path: Path) -> None:
