@@ -79,14 +79,17 @@ def cells_of(spec: TensorSpec, tp_before: int, tp_after: int) -> Iterator[Cell]:
     if spec.tp_dim is None:
         yield Cell(0, 1, tuple(range(tp_before)), tuple(range(tp_after)))
         return
-    sides = [[(part, spec.intervals(tp, part)) for part in range(tp)] for tp in (tp_before, tp_after)]
-    cuts = sorted({edge for side in sides for _, intervals in side for interval in intervals for edge in interval})
-    for start, end in pairwise(cuts):
-        before, after = (
-            tuple(part for part, intervals in side if any(low <= start and end <= high for low, high in intervals))
-            for side in sides
-        )
-        yield Cell(start, end, before, after)
+    sides = [[spec.intervals(tp, part) for part in range(tp)] for tp in (tp_before, tp_after)]
+    cuts = sorted({edge for side in sides for intervals in side for interval in intervals for edge in interval})
+    number = {edge: index for index, edge in enumerate(cuts)}
+    owners: tuple[list[list[int]], list[list[int]]] = ([[] for _ in cuts], [[] for _ in cuts])
+    for side, found in zip(sides, owners, strict=True):
+        for part, intervals in enumerate(side):
+            for low, high in intervals:
+                for index in range(number[low], number[high]):
+                    found[index].append(part)
+    for index, (start, end) in enumerate(pairwise(cuts)):
+        yield Cell(start, end, tuple(owners[0][index]), tuple(owners[1][index]))
 
 
 def _matrix(sharding: Sharding, owners: Sequence[tuple[_Parts, _Parts, int | None]]) -> csr_matrix:

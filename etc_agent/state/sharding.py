@@ -83,6 +83,7 @@ class Sharding:
                 f"{sorted(set(self.stages))}; expected {model.num_layers} entries that use stages 0 to {config.pp - 1}"
             )
         self.num_replicas = config.dp * config.cp
+        self._replicas = np.arange(self.num_replicas)
         self._layer_specs = model.layer_specs()
         self._embedding = model.embedding_specs()
         self._head = model.head_specs()
@@ -115,12 +116,17 @@ class Sharding:
         return self.model.zero1 and kind.sharded
 
     def ranks(self, stages: Sequence[int], parts: Sequence[int], expert: int | None) -> NDArray[np.int64]:
-        """All ranks of `stages` with a tp index in `parts`; with `expert`, only those that hold this expert."""
-        replicas = np.arange(self.num_replicas)
+        """All ranks of `stages` with a tp index in `parts`; with `expert`, only those that hold this expert.
+
+        Ascending, as `stages` and `parts` must be.
+        """
+        replicas = self._replicas
+        if expert is None and len(stages) == len(parts) == 1:  # by far the most frequent
+            return (replicas + stages[0] * self.num_replicas) * self.config.tp + parts[0]
         if expert is not None:
             replicas = replicas[replicas % self.config.ep == self.expert_home(expert)]
         rows = (np.asarray(stages)[:, None] * self.num_replicas + replicas[None, :]).reshape(-1)
-        return np.sort((rows[:, None] * self.config.tp + np.asarray(parts)[None, :]).reshape(-1))
+        return (rows[:, None] * self.config.tp + np.asarray(parts)[None, :]).reshape(-1)
 
     def expert_home(self, expert: int) -> int:
         """The ep part that holds `expert`."""
