@@ -17,12 +17,16 @@ class Policy:
     """What the job's owner allows. Times in seconds.
 
     `initial`: the config to start with, which stays wanted until another is asked for; None for the largest.
-    `allowed`: the only configs to choose from, or None for all. `refuse`: why a config can never be, in one line, or
-    None, from what the job file tells (the model itself is asked later). `pack`: None packs onto few nodes when
-    shrinking. `settle_s`: how long the set of nodes must be quiet before joiners are used. `prepare_s`: for a proposed
-    generation to be ready. `switch_s`: from armed to switched; it spans a training step. `start_s`: how long a worker
-    that has not opened a session is taken to be still starting. `lost_s`: how long a lost peer may take to be noticed
-    by its lease. `blame_s`: how long a worker that lost a peer waits for that peer's own report. `below_min_s`: how long the job waits with fewer than `min_nodes`.
+    `allowed`: the only configs to choose from, or None for all.
+    `refuse`: why a config can never be, in one line, or None, from what the job file tells; the model is asked later.
+    `pack`: None packs onto few nodes when shrinking.
+    `settle_s`: how long the set of nodes must be quiet before joiners are used.
+    `prepare_s`: for a proposed generation to be ready.
+    `switch_s`: from armed to switched; it spans a training step.
+    `start_s`: how long a worker that has not opened a session is taken to be still starting.
+    `lost_s`: how long a lost node may take to be noticed by its lease.
+    `blame_s`: how long a worker that lost a peer waits for that peer's own report.
+    `below_min_s`: how long the job waits with fewer than `min_nodes`.
     """
 
     min_nodes: int
