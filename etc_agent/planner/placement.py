@@ -130,7 +130,8 @@ class _Search:
     """One placement problem with everything computed once that no candidate changes."""
 
     def __init__(self, holdings: Holdings, spots: Spots, previous: Placement, topology: Topology) -> None:
-        self.holdings, self.spots, self.previous = holdings, spots, previous
+        self.holdings, self.spots = holdings, spots
+        self.shared = all(node.shared_nics for node in topology.nodes)
         self.fabric = Fabric.build(holdings, previous, spots.slots, topology)
         self.unit = float(np.gcd.reduce(holdings.atom_bytes)) if len(holdings.atom_bytes) else 1.0
         self.worker_on = {slot: worker for worker, slot in enumerate(previous)}
@@ -221,7 +222,11 @@ class _Search:
         return chosen
 
     def _bound(self, nodes: Sequence[int]) -> float:
-        """A time that no placement on `nodes` can beat: the least that must cross, through all who can send it."""
+        """A time that no placement on `nodes` can beat.
+
+        The least that must cross goes out through all ports that can send it, and what one rank (or one tp group, where
+        all are whole and a node's NICs are shared) lacks at least comes in through one port.
+        """
         classes, spots = self.keep.class_of_rank, self.spots
         crossing = self.needed[:, None] - self.keep.on_node[:, list(nodes)]
         if len(classes) > MAX_ASSIGNED:
@@ -229,9 +234,16 @@ class _Search:
         else:
             cost = np.repeat(crossing, spots.capacity[list(nodes)], axis=1)[classes]
             least = cost[linear_sum_assignment(cost)].sum()
+        if least <= 0.5:
+            return 0.0
         senders = np.unique(self.fabric.holder_ports.indices)
-        speed = self.fabric.ports.bytes_per_s[senders].sum()
-        return float(least * self.unit / speed) if least > 0.5 else 0.0
+        sending = least / self.fabric.ports.bytes_per_s[senders].sum()
+        first = [self.spots.slots[spots.first_slot[node]] for node in nodes]
+        speed = self.fabric.ports.bytes_per_s[[self.fabric.ports.of[slot] for slot in first]]
+        apart = crossing[classes] / speed
+        if self.shared and int((spots.capacity // spots.group_size).sum()) >= spots.num_groups:
+            apart = apart.reshape(spots.num_groups, spots.group_size, -1).sum(axis=1)
+        return float(max(sending, apart.min(axis=1).max()) * self.unit)
 
     # ---- small problems -------------------------------------------------------------------------------------------
 
