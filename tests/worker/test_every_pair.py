@@ -40,10 +40,10 @@ def test_the_walk_takes_every_ordered_pair() -> None:
     assert len(pairs) == len(set(pairs)) == 13 * 12
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_every_ordered_pair_of_configs_on_four_workers_keeps_every_bit(tmp_path: Path) -> None:
     walk = [CONFIGS[index] for index in closed_walk(len(CONFIGS))]
-    with MiniAgent(tmp_path, pause_s=0.02) as agent:
+    with MiniAgent(tmp_path, pause_s=0.05) as agent:
         agent.start(str(walk[0]))
         for previous, current in pairwise(walk):
             agent.change(str(current))
