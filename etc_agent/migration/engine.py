@@ -160,6 +160,7 @@ class Migration:
                 with recorder.span(f"finish round {number}"):
                     self._finish(number, in_flight, tally)
                 in_flight = following
+            self._settle_copies()
             if self._hashes is not None:
                 with recorder.span("verify"):
                     self._hashes.compare(self._worker, self._wire, self._peers.wait)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,6 +118,10 @@ class ReleasingMigration(Migration):
         return self._on_demand.targets[Shard(of.tensor, of.target_box)][of.box.within(of.target_box)]
 
     # -- the rounds of this mode
+
+    def _stream(self) -> contextlib.AbstractContextManager[Any]:
+        """The caller's stream: new tensors must come from the memory that training allocates from."""
+        return contextlib.nullcontext()
 
     def _before_rounds(self, recorder: SpanRecorder) -> None:
         if self._lifetimes.local:
