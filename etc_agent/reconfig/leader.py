@@ -67,11 +67,12 @@ def _start(view: View) -> Decision:
         return Wait()
     if len(view.usable) < policy.max_nodes and view.quiet_s < policy.settle_s:
         return Wait(policy.settle_s - view.quiet_s)
-    return _fresh(view, view.current, "start")
+    return _fresh(view, "start")
 
 
-def _fresh(view: View, current: Current, reason: str) -> Decision:
+def _fresh(view: View, reason: str) -> Decision:
     """Start every worker anew on the usable nodes."""
+    current = view.current
     try:
         config = target(view, parse_wanted(current.wanted))
     except NoConfigError as error:
@@ -124,6 +125,9 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
     except NoConfigError as error:
         if not leaving:
             return kept
+        if current.avoid:
+            reason = f"{_names(leaving)} leaves and its workers could not hand over their state"
+            return _fresh(replace(view, current=replace(current, avoid=())), reason)
         why = f"{_names(leaving)} must leave, and the rest is too small: {error}"
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
     if leaving and len(view.usable) < view.policy.min_nodes:
@@ -137,7 +141,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
     if not in_session(view):
         if view.phase_s < view.policy.start_s:
             return Write(current, reply=reply) if reply else Wait(view.policy.start_s - view.phase_s)
-        decision = _fresh(replace(view, current=current), current, reason)
+        decision = _fresh(replace(view, current=current), reason)
         return replace(decision, reply=reply) if isinstance(decision, Write) else decision
     generation = Generation(
         current.next_id, config, placement := _placement(view, committed, config), _store(view, placement[0].node),
@@ -348,8 +352,8 @@ def _restart_after(view: View, failure: Failure) -> Decision:
     if current.restarts >= allowed:
         budget = f" ({allowed} restarts used up)" if allowed else ""
         return _end(view, Outcome.FAILED, failure.exit_code, what + budget)
-    restarts = current.restarts + 1
-    return _fresh(view, replace(current, restarts=restarts), f"restart {restarts} of {allowed}: {what}")
+    current = replace(current, restarts=current.restarts + 1)
+    return _fresh(replace(view, current=current), f"restart {current.restarts} of {allowed}: {what}")
 
 
 def _restart_without(view: View, missing: list[str]) -> Decision:
@@ -362,7 +366,7 @@ def _restart_without(view: View, missing: list[str]) -> Decision:
             f"{policy.below_min_s:g} s (timeouts.join_s)"
         )
         return _end(view, Outcome.FAILED, 1, why)
-    return _fresh(view, view.current, f"{_names(missing)} was lost")
+    return _fresh(view, f"{_names(missing)} was lost")
 
 
 def _end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:

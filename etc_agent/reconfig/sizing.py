@@ -94,7 +94,9 @@ def target(view: View, wanted: Wanted) -> ParallelConfig:
     except NoConfigError:
         pass
     if committed is not None and committed.config.num_ranks <= view.num_usable_slots:
-        return committed.config
+        must_move = any(node in view.leaving for node in committed.nodes)
+        if not must_move or str(committed.config) not in view.current.avoid:
+            return committed.config
     return _largest(view, view.num_usable_slots)
 
 

@@ -156,6 +156,15 @@ def test_a_draining_node_hands_over_and_the_job_goes_on() -> None:
     cluster.assert_consistent()
 
 
+def test_a_node_that_must_leave_is_left_even_if_its_state_cannot_be_handed_over() -> None:
+    cluster = started(ELASTIC, "a", "b")
+    cluster.refusing = "out of memory"
+    cluster.drain("a")
+    cluster.run()
+    assert cluster.committed.nodes == ("b",)
+    assert cluster.committed.is_fresh
+
+
 def test_when_every_node_drains_the_job_stops() -> None:
     cluster = started(ELASTIC, "a", "b")
     cluster.drain("a")
