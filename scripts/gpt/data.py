@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,11 +24,17 @@ class ByteSamples:
     """
 
     def __init__(self, path: Path | None, sequence: int, seed: int) -> None:
-        self._text = _read(path or Path(sysconfig.get_path("stdlib")), "*" if path else "*.py")
+        source = path or Path(sysconfig.get_path("stdlib"))
+        try:
+            self._text = _read(source, "" if path else ".py")
+        except OSError as error:
+            raise OptionsError(f"--data {error.filename} cannot be read: {error.strerror}") from None
         self._sequence = sequence
         self._num_windows = (len(self._text) - 1) // sequence
         if self._num_windows < 1:
-            raise OptionsError(f"{path} holds {len(self._text)} bytes of text; a sample needs {sequence + 1}")
+            raise OptionsError(
+                f"--data {source} holds {len(self._text)} bytes; a sample needs {sequence + 1}, give more text"
+            )
         num_windows = self._num_windows
         self._order = lru_cache(maxsize=2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(num_windows))
 
@@ -37,16 +44,27 @@ class ByteSamples:
         return torch.from_numpy(self._text[start : start + self._sequence + 1].astype(np.int64))
 
 
-def _read(path: Path, pattern: str) -> np.ndarray:
+def _read(path: Path, suffix: str) -> np.ndarray:
     if not path.exists():
         raise OptionsError(f"--data {path} does not exist; give a text file or a folder of them")
-    files = [path] if path.is_file() else sorted(file for file in path.rglob(pattern) if file.is_file())
+    if path.is_file():
+        return np.frombuffer(path.read_bytes(), dtype=np.uint8)
     chunks: list[bytes] = []
     num_bytes = 0
-    for file in files:
-        if num_bytes >= MAX_BYTES and len(files) > 1:
+    for file in _files(path, suffix):
+        if num_bytes >= MAX_BYTES:
             break
-        if not {"site-packages", "dist-packages", "__pycache__"} & set(file.parts[len(path.parts) :]):
-            chunks.append(file.read_bytes())
-            num_bytes += len(chunks[-1])
+        chunks.append(file.read_bytes())
+        num_bytes += len(chunks[-1])
     return np.frombuffer(b"".join(chunks), dtype=np.uint8)
+
+
+def _files(folder: Path, suffix: str) -> Iterator[Path]:
+    """The files below `folder` in the order of their names, without hidden ones and installed packages."""
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith(".") or entry.name in ("site-packages", "dist-packages", "__pycache__"):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            yield from _files(entry, suffix)
+        elif entry.is_file() and entry.name.endswith(suffix):
+            yield entry
