@@ -25,7 +25,8 @@ class TrainState:
 
     `model`: its parameters' and buffers' fully qualified names are the names of the *unsharded* model: pipeline stages
     keep the numbers that layers have in the whole. Sharded parameters are DTensors.
-    `optimizer`: over the parameters of `model` alone; the session calls its step().
+    `optimizer`: over the parameters of `model` alone; the session calls its step(). Its groups and state are read from
+    another thread beside training, so a step() must not replace them, not even for its own duration.
     `scheduler`, `scaler`, `extras`: small state that is equal on every rank, carried as JSON.
     `runtime`: whatever else the script wants to keep for this generation, such as the pipeline schedule. Not carried.
     `init`: called once, at the job's start, on the materialised state, to fill in the initial weights.
