@@ -256,11 +256,14 @@ class EtcdServer:
                 env=environment,
                 start_new_session=True,
             )
-        assert self._guard.stdout is not None
-        line = self._guard.stdout.readline()
+        self._pid = self._read_pid(self._guard)
+
+    def _read_pid(self, process: subprocess.Popen[bytes]) -> int:
+        assert process.stdout is not None
+        line = process.stdout.readline()
         if not line:
             raise EtcdError(f"cannot start etcd ({self._binary}): {self._log_end()}")
-        self._pid = int(line)
+        return int(line)
 
     def _end(self, grace_s: float) -> None:
         with self._lock:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,6 +77,54 @@ def test_it_ends_and_its_data_go_when_its_owner_is_killed() -> None:
         assert is_alive(int(pid))
         owner.kill()
     wait_until(lambda: not is_alive(int(pid)) and not Path(folder).exists())
+
+
+def etcd_processes(folder: str) -> list[int]:
+    """Every living process with `folder` on its command line: the guard and etcd."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if os.fsencode(folder) in command.read_bytes() and int(command.parent.name) != os.getpid():
+                found.append(int(command.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.2, 0.4])
+def test_an_owner_killed_while_etcd_starts_leaves_no_process(tmp_path: Path, delay_s: float) -> None:
+    script = (
+        "import sys, tempfile, time; from etc_agent.rendezvous.server import EtcdServer; "
+        "tempfile.tempdir = sys.stdin.readline().strip(); print(flush=True); EtcdServer(); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        owner.stdin.write(f"{tmp_path}\n".encode())
+        owner.stdin.flush()
+        owner.stdout.readline()
+        time.sleep(delay_s)  # not a wait: the moment is the parameter
+        owner.kill()
+    wait_until(lambda: not etcd_processes(str(tmp_path)))
+
+
+def test_an_interrupted_start_cleans_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for method in ("_probe", "_read_pid"):
+        with monkeypatch.context() as patch:
+            patch.setattr(EtcdServer, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                EtcdServer()
+        assert not etcd_processes(str(tmp_path))
+        assert not list(tmp_path.iterdir())
+
+
+def test_etcd_dies_with_its_guard(etcd: EtcdServer) -> None:
+    pid = etcd.pid
+    (guard,) = set(etcd_processes(str(etcd.folder))) - {pid}
+    os.kill(guard, signal.SIGKILL)
+    wait_until(lambda: not is_alive(pid))
 
 
 def test_a_taken_port_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch, shared_etcd: EtcdServer) -> None:
