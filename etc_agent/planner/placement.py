@@ -79,6 +79,7 @@ def place(
     *,
     group_size: int = 1,
     pinned: Mapping[int, Slot] | None = None,
+    pinned_nodes: Collection[str] = (),
     excluded: Collection[str] = (),
     pack: bool = False,
     least: Least = "time",
@@ -87,20 +88,20 @@ def place(
 
     `previous` and `previous_placement`: what worker j holds and where it is; None where nothing is to be kept, then
     ranks go to slots in node order. Workers that are lost have an empty manifest. `group_size`: tp, the number of
-    consecutive ranks that should share a node. `pinned`: rank -> slot. `excluded`: nodes that take no ranks (they are
-    drained) and still are sources.
+    consecutive ranks that should share a node. `pinned`: rank -> slot. `pinned_nodes`: nodes that `pack` may not give
+    up. `excluded`: nodes that take no ranks (they are drained) and still are sources.
 
     Raises:
         PlanError: too few slots, a pin that cannot be met, or layouts that contradict each other.
     """
     if previous is None or previous_placement is None:
         free = [slot for slot in slots if slot.node not in excluded]
-        spots = Spots(len(current), free, topology, group_size, pinned or {})
+        spots = Spots(len(current), free, topology, group_size, pinned or {}, pinned_nodes)
         total = sum(shard.num_bytes for manifest in current for shard in manifest)
         return Sketch(spots.placement(spots.in_order()), (), total, 0)
     return place_holdings(
         holdings_of(previous, current), slots, previous_placement, topology,
-        group_size=group_size, pinned=pinned, excluded=excluded, pack=pack, least=least,
+        group_size=group_size, pinned=pinned, pinned_nodes=pinned_nodes, excluded=excluded, pack=pack, least=least,
     )
 
 
@@ -112,6 +113,7 @@ def place_holdings(
     *,
     group_size: int = 1,
     pinned: Mapping[int, Slot] | None = None,
+    pinned_nodes: Collection[str] = (),
     excluded: Collection[str] = (),
     pack: bool = False,
     least: Least = "time",
@@ -120,7 +122,7 @@ def place_holdings(
     if holdings.num_workers != len(previous_placement):
         raise PlanError(f"{holdings.num_workers} previous manifests, but {len(previous_placement)} slots they are on")
     free = [slot for slot in slots if slot.node not in excluded]
-    spots = Spots(holdings.num_ranks, free, topology, group_size, pinned or {})
+    spots = Spots(holdings.num_ranks, free, topology, group_size, pinned or {}, pinned_nodes)
     search = _Search(holdings, spots, previous_placement, topology)
     nodes = spots.fewest_nodes(search.keep) if pack else tuple(range(len(spots.node_names)))
     return search.sketch(search.best(nodes, least))
@@ -240,9 +242,10 @@ class _Search:
         sending = least / self.fabric.ports.bytes_per_s[senders].sum()
         first = [self.spots.slots[spots.first_slot[node]] for node in nodes]
         speed = self.fabric.ports.bytes_per_s[[self.fabric.ports.of[slot] for slot in first]]
-        apart = crossing[classes] / speed
-        if self.shared and int((spots.capacity // spots.group_size).sum()) >= spots.num_groups:
-            apart = apart.reshape(spots.num_groups, spots.group_size, -1).sum(axis=1)
+        apart = crossing / speed
+        all_whole = int((spots.capacity // spots.group_size).sum()) >= spots.num_groups
+        if self.shared and all_whole and len(classes) <= MAX_ASSIGNED:
+            apart = apart[classes].reshape(spots.num_groups, spots.group_size, -1).sum(axis=1)
         return float(max(sending, apart.min(axis=1).max()) * self.unit)
 
     # ---- small problems -------------------------------------------------------------------------------------------

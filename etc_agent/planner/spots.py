@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -45,7 +45,13 @@ class Spots:
     """
 
     def __init__(
-        self, num_ranks: int, slots: Sequence[Slot], topology: Topology, group_size: int, pinned: Mapping[int, Slot]
+        self,
+        num_ranks: int,
+        slots: Sequence[Slot],
+        topology: Topology,
+        group_size: int,
+        pinned: Mapping[int, Slot],
+        pinned_nodes: Collection[str] = (),
     ) -> None:
         order = {node.name: index for index, node in enumerate(topology.nodes)}
         unknown = sorted({slot.node for slot in slots} - order.keys())
@@ -73,6 +79,12 @@ class Spots:
             self.pinned[rank] = self.index_of[slot]
         if len(set(self.pinned.values())) != len(self.pinned):
             raise PlanError("two ranks are pinned to one slot")
+        absent = sorted(set(pinned_nodes) - by_name.keys())
+        if absent:
+            raise PlanError(f"{', '.join(absent)} cannot be kept: no available slot is there")
+        self.must_use = {by_name[name] for name in pinned_nodes} | {
+            int(self.node_of_slot[slot]) for slot in self.pinned.values()
+        }
 
     def placement(self, chosen: Sequence[int] | NDArray[np.intp]) -> Placement:
         return tuple(self.slots[slot] for slot in chosen)
@@ -114,12 +126,11 @@ class Spots:
         best = np.sort(groups, axis=0)[::-1]
         worth = [best[: max(1, self.capacity[node] // self.group_size), node].sum() for node in every]
         whole = self.capacity // self.group_size
-        must = {int(self.node_of_slot[slot]) for slot in self.pinned.values()}
         slots, groups_left, kept = int(self.capacity.sum()), int(whole.sum()), set(every)
         wanted = min(self.num_groups, groups_left)
         for node in sorted(every, key=lambda node: (worth[node], -node)):
             fits = slots - self.capacity[node] >= self.num_ranks and groups_left - whole[node] >= wanted
-            if len(kept) > fewest and fits and node not in must:
+            if len(kept) > fewest and fits and node not in self.must_use:
                 kept.remove(node)
                 slots, groups_left = slots - int(self.capacity[node]), groups_left - int(whole[node])
         return tuple(sorted(kept))
@@ -131,11 +142,11 @@ class Spots:
         return (
             int(self.capacity[chosen].sum()) >= self.num_ranks
             and int(whole[chosen].sum()) >= min(self.num_groups, int(whole.sum()))
-            and all(int(self.node_of_slot[slot]) in chosen for slot in self.pinned.values())
+            and self.must_use <= set(chosen)
         )
 
     def _some_suffice(self, count: int) -> bool:
-        must = {int(self.node_of_slot[slot]) for slot in self.pinned.values()}
+        must = self.must_use
         others = [int(node) for node in np.argsort(-self.capacity, kind="stable") if int(node) not in must]
         return len(must) <= count and self._suffices([*must, *others[: count - len(must)]])
 

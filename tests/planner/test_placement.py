@@ -150,3 +150,14 @@ def test_too_few_slots_are_refused_with_the_count():
         place(grid(4, 4, 1), cluster.slots, None, None, cluster)
     with pytest.raises(PlanError, match="cannot be pinned"):
         place(grid(4, 2, 1), cluster.slots, None, None, cluster, pinned={0: Slot("a", 7)})
+
+
+def test_packing_keeps_a_pinned_node():
+    cluster = topology(4, 4, 4)
+    layout = grid(8, 4, 1)
+    where = cluster.slots[:4]
+    assert place(layout, cluster.slots, layout, where, cluster, pack=True).placement == where
+    kept = place(layout, cluster.slots, layout, where, cluster, pack=True, pinned_nodes={"c"})
+    assert {slot.node for slot in kept.placement} == {"c"}
+    with pytest.raises(PlanError, match="z cannot be kept"):
+        place(layout, cluster.slots, layout, where, cluster, pack=True, pinned_nodes={"z"})
