@@ -25,14 +25,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from migration_cases import CONFIGS, make_case
 from migration_contenders import Measured, measure
 
+T = TypeVar("T")
 _STARTED = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(); d.destroy_process_group()"
 
 
@@ -48,7 +49,7 @@ def main() -> None:
                 folders = {"tmpfs": Path(tmpfs), "disk": Path(disk)} if with_dcp else {}
                 if with_dcp and workers not in starts:
                     starts[workers] = _start_s(workers)
-                outcomes = _in_workers(workers, text, megabytes << 20, options.repeats, folders)
+                outcomes = in_workers(measure, workers, text, megabytes << 20, options.repeats, folders)
                 rows += _rows(text, megabytes, outcomes, starts.get(workers))
                 for row in rows[-2:]:
                     print(_readable(row), flush=True)
@@ -146,14 +147,14 @@ def _start_s(workers: int) -> float:
         return time.perf_counter() - start
 
 
-def _in_workers(workers: int, *args: Any) -> list[Measured]:
-    """`measure` in fresh processes, all ended on return."""
+def in_workers(function: Callable[..., T], workers: int, *args: Any) -> list[T]:
+    """``function(rank, store, *args)`` in fresh processes, all ended on return."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = []
     for rank in range(workers):
         ours, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=_worker, args=(theirs, rank, store.port, args), daemon=True)
+        child = context.Process(target=_worker, args=(theirs, function, rank, store.port, args), daemon=True)
         child.start()
         theirs.close()
         children.append((child, ours))
@@ -166,20 +167,25 @@ def _in_workers(workers: int, *args: Any) -> list[Measured]:
                 child.kill()
 
 
-def _answer(pipe: multiprocessing.connection.Connection) -> Measured:
-    value = pickle.loads(pipe.recv_bytes())
-    if isinstance(value, str):
+def _answer(pipe: multiprocessing.connection.Connection) -> Any:
+    failed, value = pickle.loads(pipe.recv_bytes())
+    if failed:
         raise RuntimeError(f"a worker failed:\n{value}")
     return value
 
 
-def _worker(pipe: multiprocessing.connection.Connection, rank: int, port: int, args: tuple[Any, ...]) -> None:
+def _worker(
+    pipe: multiprocessing.connection.Connection,
+    function: Callable[..., Any],
+    rank: int,
+    port: int,
+    args: tuple[Any, ...],
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     try:
-        answer: Measured | str = measure(rank, store, *args)
+        answer = (False, function(rank, dist.TCPStore("127.0.0.1", port, is_master=False), *args))
     except Exception:
-        answer = traceback.format_exc()
+        answer = (True, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(answer))
 
 

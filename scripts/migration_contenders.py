@@ -29,6 +29,7 @@ from etc_agent.migration.engine import Migration
 from etc_agent.migration.pages import prefault
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
+from etc_agent.migration.report import MigrationReport
 from etc_agent.migration.shared import SharedMemory
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Manifest, Shard
@@ -182,6 +183,18 @@ def measure(
         for threads in (1, 2):
             bench.checkpoint(folder, f"dcp_{kind}_{threads}", threads, repeats, sync=kind == "disk")
     return Measured(bench.seconds, plan.moved_bytes, staging, tracked, resident)
+
+
+def release_once(rank: int, store: dist.Store, case: Case) -> MigrationReport:
+    """One migration in `release` mode, on one worker."""
+    torch.set_num_threads(1)
+    group = dist.ProcessGroupGloo(store, rank, case.num_workers, datetime.timedelta(seconds=_TIMEOUT_S))
+    sources = _filled(case.previous[rank], rank)
+    migration = ReleasingMigration(
+        plan_release(case.previous, case.current), rank, sources, group, timeout_s=_TIMEOUT_S
+    )
+    migration.prepare()
+    return migration.run()
 
 
 def _filled(manifest: Manifest, rank: int) -> dict[Shard, torch.Tensor]:
