@@ -280,6 +280,7 @@ class _Search:
             sources[index, np.frombuffer(key, dtype=ports.indices.dtype)] = 1
         by_set = np.zeros((len(keys), len(sets)))
         by_set[np.arange(len(keys)), set_of_atom] = self.holdings.atom_bytes / self.unit
+        by_set[[not key for key in keys]] = 0.0  # what nobody holds can be sent by nobody, wherever ranks go
         need = self.holdings.current.toarray().astype(float)
         held = fabric.held.toarray().astype(float)[: len(spots.node_names)]
         missing = np.einsum("ra,na,aq->rnq", need, 1 - held, by_set, optimize=True)

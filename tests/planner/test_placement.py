@@ -161,3 +161,22 @@ def test_packing_keeps_a_pinned_node():
     assert {slot.node for slot in kept.placement} == {"c"}
     with pytest.raises(PlanError, match="z cannot be kept"):
         place(layout, cluster.slots, layout, where, cluster, pack=True, pinned_nodes={"z"})
+
+
+def test_a_lost_node_is_no_source_and_need_not_be_in_the_topology():
+    before, cluster = topology(2, 2), topology(2)
+    previous = grid(8, 2, 1, 2)
+    where = tuple(before.slots[index] for index in (0, 2, 1, 3))
+    result = place(grid(8, 2, 1), cluster.slots, (previous[0], (), previous[2], ()), where, cluster)
+    assert result.placement == cluster.slots
+    assert result.bottleneck_s == 0
+
+
+def test_state_that_nobody_holds_does_not_hinder_a_placement():
+    """The planner of instructions refuses it by name; the placement is decided by what is left."""
+    cluster = topology(2, 2)
+    previous = ((), *grid(8, 4, 1)[1:])
+    result = place(grid(8, 2, 1), cluster.slots, previous, cluster.slots, cluster)
+    assert {slot.node for slot in result.placement} == {"a", "b"}
+    empty = ((), ())
+    assert len(place(empty, cluster.slots, empty, cluster.slots[:2], cluster).placement) == 2
