@@ -86,18 +86,19 @@ def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bo
               help="Sequences per step, for choosing a config.")
 @click.option("--budget-gib", type=click.FloatRange(0, min_open=True),
               help="Most state a worker may hold at any time during the change.")
+@click.option("--forwarding", is_flag=True, help="New replicas pass on what they receive.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (SVG).")
 def plan(
     model: str, before: str, after: str | None, nodes: str, policy: str, least: str, pack: bool | None,
     exclude: Sequence[str], nics: int | None, nic_gbit: float, own_nics: bool, zero1: bool, memory_gib: float,
-    global_batch: int, budget_gib: float | None, as_json: bool, plot: Path | None,
+    global_batch: int, budget_gib: float | None, forwarding: bool, as_json: bool, plot: Path | None,
 ) -> None:
     """Show what a change of the parallel config would move, without a cluster."""
     try:
         result, why = _plan(
             model, before, after, read_nodes(nodes, num_nics=nics, nic_gbit=nic_gbit, own_nics=own_nics), policy, least,
-            pack, exclude, zero1, memory_gib, global_batch, budget_gib,
+            pack, exclude, zero1, memory_gib, global_batch, budget_gib, forwarding,
         )
         if plot is not None:
             plot.write_text(draw(result))
@@ -114,6 +115,7 @@ def plan(
 def _plan(
     model_name: str, before: str, after: str | None, topology: Topology, policy: str, least: str, pack: bool | None,
     exclude: Sequence[str], zero1: bool, memory_gib: float, global_batch: int, budget_gib: float | None,
+    forwarding: bool,
 ) -> tuple[Report, str]:
     """(the report, why this config was chosen)."""
     model = read_model(model_name)
@@ -131,7 +133,7 @@ def _plan(
             previous, Sharding(model, config), topology,
             policy="paper" if policy == "paper" else "etc", least="bytes" if least == "bytes" else "time",
             pack=shrinks if packed is None else packed, excluded=exclude,
-            budget_bytes=None if budget_gib is None else int(budget_gib * (1 << 30)),
+            budget_bytes=None if budget_gib is None else int(budget_gib * (1 << 30)), forwarding=forwarding,
         )
 
     if after is not None:

@@ -93,6 +93,7 @@ def report(
     previous_placement: Placement | None = None,
     memory: Literal["keep", "release"] = "keep",
     budget_bytes: int | None = None,
+    forwarding: bool = False,
 ) -> Report:
     """Plan the change from `previous`, placed in node order unless said otherwise, to `current`.
 
@@ -121,7 +122,7 @@ def report(
     slots, old, new = _by_worker(previous, current, where, sketch.placement)
     names = [node.name for node in topology.nodes]
     nodes = [names.index(slot.node) for slot in slots]
-    plan = make_plan(old, new, links=Links.on(slots, topology), budget_bytes=budget_bytes)
+    plan = make_plan(old, new, links=Links.on(slots, topology), budget_bytes=budget_bytes, forwarding=forwarding)
     traffic, ports, seconds = _links(plan, slots, nodes, topology)
     mode: Literal["keep", "release"] = memory if budget_bytes is None else "release"
     return Report(

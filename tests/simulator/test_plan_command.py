@@ -40,6 +40,13 @@ def test_the_policies_can_be_compared():
     assert ours["bottleneck_s"] <= paper["bottleneck_s"]
 
 
+def test_forwarding_relieves_the_only_holder():
+    arguments = ("--model", "gpt2", "--from", "DP1", "--to", "DP4", "--nodes", "4x1", "--json")
+    plain, forwarded = (json.loads(run(*arguments, *more).output) for more in ((), ("--forwarding",)))
+    assert max(sent for sent, _ in forwarded["ports"].values()) < 0.5 * max(sent for sent, _ in plain["ports"].values())
+    assert forwarded["predicted_s"] < 0.5 * plain["predicted_s"]
+
+
 def test_the_picture_is_a_well_formed_svg(tmp_path):
     path = tmp_path / "plan.svg"
     result = run("--model", "gpt2", "--from", "PP2TP2", "--to", "PP3", "--nodes", "2x2", "--plot", str(path))
