@@ -20,6 +20,8 @@ from etc_agent.planner.holdings import Holdings, holdings_of
 from etc_agent.state.model import TensorSpec
 from etc_agent.state.sharding import Sharding
 
+MAX_LISTED_RANKS = 1024
+"""Ranks up to which layouts are listed."""
 _Parts = tuple[int, ...]
 _Atom = tuple[_Parts, _Parts, _Parts, _Parts, int | None]
 """Previous stages and tp parts, current stages and tp parts, expert."""
@@ -31,11 +33,17 @@ def model_holdings(previous: Sharding, current: Sharding) -> Holdings:
     With ZeRO-1 the ranges of the flat buffers make the atoms as many as the ranks, so the layouts are listed then.
 
     Raises:
-        PlanError: the two are not of one model.
+        PlanError: the two are not of one model, or too large with ZeRO-1.
     """
     if previous.model != current.model:
         raise PlanError(f"{previous.model.name} cannot become {current.model.name}: two different models")
     if previous.model.zero1:
+        num_ranks = max(previous.config.num_ranks, current.config.num_ranks)
+        if num_ranks > MAX_LISTED_RANKS:
+            raise PlanError(
+                f"{num_ranks} ranks with ZeRO-1 are more than can be planned from a description ({MAX_LISTED_RANKS}); "
+                "leave ZeRO-1 out for an estimate"
+            )
         return holdings_of(previous.layout(), current.layout())
     item_bytes = previous.model.bytes_per_parameter
     sizes: dict[_Atom, int] = {}

@@ -107,3 +107,9 @@ def test_mistakes_get_one_line(arguments, words):
     assert words in result.output
     assert result.output.startswith("Error: ")
     assert result.output.count("\n") == 1
+
+
+def test_a_job_too_large_for_listing_flat_ranges_is_refused_at_once():
+    result = run("--model", "gpt2", "--from", "DP2048", "--to", "DP1024", "--nodes", "256x8", "--zero1")
+    assert result.exit_code == 1
+    assert "leave ZeRO-1 out for an estimate" in result.output
