@@ -6,7 +6,8 @@
 All contenders of a case run one after the other in the same worker processes, on the same state. A time is that of the
 slowest worker, the median over repeats. `execution_s` is that of the migration as users get it: workers of one host
 share the memory of new tensors (`keep`); the same over gloo alone is `execution_gloo_s`. `restart_s` is a checkpoint on
-tmpfs plus the start of that many workers by torchrun. The last line is one JSON object.
+tmpfs plus the start of that many workers by torchrun. `stop_overhead_ms` and `first_step_penalty_ms` are those of a
+real job's switches to 4 workers (`migration_job.py`), the same in every row. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from migration_cases import CONFIGS, make_case
 from migration_contenders import Measured, measure
+from migration_job import JobCosts, measure_job
 
 T = TypeVar("T")
 _STARTED = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(); d.destroy_process_group()"
@@ -39,6 +41,7 @@ _STARTED = "import torch.distributed as d; d.init_process_group('gloo'); d.barri
 
 def main() -> None:
     options = _options()
+    costs = None if options.no_job else measure_job(options.config, options.disk / "out")
     rows: list[dict[str, Any]] = []
     starts: dict[int, float] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as tmpfs, tempfile.TemporaryDirectory(dir=options.disk) as disk:
@@ -50,9 +53,14 @@ def main() -> None:
                 if with_dcp and workers not in starts:
                     starts[workers] = _start_s(workers)
                 outcomes = in_workers(measure, workers, text, megabytes << 20, options.repeats, folders)
-                rows += _rows(text, megabytes, outcomes, starts.get(workers))
+                rows += _rows(text, megabytes, outcomes, starts.get(workers), costs)
                 for row in rows[-2:]:
                     print(_readable(row), flush=True)
+    if costs:
+        print(
+            f"a job's switches to 4 workers: {costs.stop_overhead_ms:.0f} ms beside the migration, first step "
+            f"{costs.first_step_penalty_ms:.0f} ms more than usual (median of {costs.changes})"
+        )
     print(f"on {os.cpu_count()} cores of {platform.processor() or platform.machine()}, {options.repeats} repeats")
     for line in _summary(rows):
         print(line)
@@ -65,12 +73,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--case", nargs="+", default=list(CONFIGS), help='reconfigurations, as in "PP2TP1->PP4TP1"')
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dcp-max-mb", type=int, default=512, help="largest state that is also checkpointed")
+    parser.add_argument("--config", type=Path, default=Path("configs/gpt-tiny.yaml"), help="the job that switches")
+    parser.add_argument("--no-job", action="store_true", help="leave stop_overhead_ms and first_step_penalty_ms out")
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="a folder on the disk to compare with")
     return parser.parse_args()
 
 
 def _rows(
-    text: str, megabytes: int, outcomes: list[Measured], start_s: float | None
+    text: str, megabytes: int, outcomes: list[Measured], start_s: float | None, costs: JobCosts | None
 ) -> list[dict[str, Any]]:
     """One row per mode."""
 
@@ -92,6 +102,8 @@ def _rows(
         "dcp_tmpfs_s": tmpfs_s,
         "dcp_disk_s": disk_s,
         "restart_s": start_s + tmpfs_s if start_s is not None and tmpfs_s is not None else None,
+        "stop_overhead_ms": costs.stop_overhead_ms if costs else None,
+        "first_step_penalty_ms": costs.first_step_penalty_ms if costs else None,
     }
     resident = max(o.rss_peak_over_max for o in outcomes) if megabytes >= 2048 else 0.0
     peak = max(resident, *(o.peak_over_max for o in outcomes))
