@@ -57,8 +57,9 @@ class Leadership:
         self._status: dict[str, object] = {}
         self._status_at = 0.0
 
-    def observe(self, records: JobRecords) -> View:
-        """The view of this moment. Call it on every change, leader or not."""
+    def observe(self, records: JobRecords, connected_s: float) -> View:
+        """The view of this moment; `connected_s`: how long etcd has been followed without a break. Call it on every
+        change, leader or not."""
         quiet_s = self._nodes.elapsed({(node.name, node.instance, node.state) for node in records.nodes})
         phase_s = self._phase.elapsed(records.current)
         committed = records.current.committed
@@ -67,6 +68,7 @@ class Leadership:
         return View(
             self._policy, records.nodes, records.current, records.generations, records.acks, records.scale,
             records.drains, records.paused, self._descriptions, quiet_s, phase_s, failed_s if failures else 0.0,
+            connected_s,
         )
 
     def learn(self, described: messages.Described) -> None:
@@ -174,6 +176,8 @@ def _announce(write: Write, before: Current) -> None:
             history.moved_bytes / 1e6,
         )
     elif history is not None and history.stop_ms is not None:
-        logger.info("generation %d: training stood still for %.0f ms", history.generation, history.stop_ms)
+        logger.info(
+            "generation %d: its first step ended %.0f ms after the last one before it", history.generation, history.stop_ms
+        )
     elif current.phase is Phase.ARMED:
         logger.debug("generation %d is armed", current.proposed)

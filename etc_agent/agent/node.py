@@ -123,7 +123,7 @@ class NodeAgent:
                 self._stop_now()
             self._act(records)
             self._acknowledge(records)
-            view = self._leadership.observe(records)
+            view = self._leadership.observe(records, self._mirror.connected_for_s)
             timeout_s = self._lead(records, view)
             if (exit_code := self._ended(records)) is not None:
                 return exit_code

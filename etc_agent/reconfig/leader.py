@@ -232,9 +232,11 @@ def _follow(view: View, committed: Generation, proposed: Generation) -> Decision
     if (decision := _lost_or_failed(view, committed, old + new if armed else old)) is not None:
         return decision
     if armed:
-        missing = [node for node in nodes if node not in view.live]
-        if missing:
+        if missing := view.lost(nodes):
             return _restart_without(view, missing)
+        if refusals := [ack for ack in new if ack.refused]:
+            # The migration was voted down, so nobody is in the new generation and nobody will be.
+            return _withdraw(view, proposed, f"{refusals[0].node}: {refusals[0].refused}", give_up=True)
         if view.phase_s >= view.policy.switch_s:
             limit = f"{view.policy.switch_s:g} s (timeouts.switch_s)"
             why = f"generation {proposed.id} was armed and did not switch in {limit}"
@@ -327,7 +329,7 @@ def _stop_time(view: View, committed: Generation, acks: list[Ack]) -> History | 
 
 
 def _lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
-    missing = [node for node in committed.nodes if node not in view.live and not view.ack(committed.id, node).finished]
+    missing = view.lost(node for node in committed.nodes if not view.ack(committed.id, node).finished)
     if missing:
         return _restart_without(view, missing)
     failure = first_cause(ack.failure for ack in acks if ack.failure)

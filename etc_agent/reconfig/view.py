@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from etc_agent.parallel.config import ParallelConfig
@@ -52,7 +52,8 @@ class View:
 
     `nodes`: the live ones. `descriptions`: layout of the job's model under a config, or one line on why the model
     refuses it. `quiet_s`: since the set of nodes or their states last changed. `phase_s`: since `current` last changed.
-    `failed_s`: since the first failure of a worker in this generation was reported.
+    `failed_s`: since the first failure of a worker in this generation was reported. `connected_s`: since the leader has
+    been following etcd without a break: before one lease time, an absent node may yet renew its lease.
     """
 
     policy: Policy
@@ -67,6 +68,7 @@ class View:
     quiet_s: float = 0.0
     phase_s: float = 0.0
     failed_s: float = 0.0
+    connected_s: float = float("inf")
 
     @property
     def committed(self) -> Generation | None:
@@ -75,6 +77,12 @@ class View:
     @property
     def live(self) -> frozenset[str]:
         return frozenset(node.name for node in self.nodes)
+
+    def lost(self, nodes: Iterable[str]) -> list[str]:
+        """Those of `nodes` that are gone for certain."""
+        if self.connected_s < self.policy.lost_s:
+            return []
+        return [node for node in nodes if node not in self.live]
 
     @property
     def leaving(self) -> frozenset[str]:

@@ -43,11 +43,15 @@ Live = Callable[[], LiveGeneration | None]
 
 
 class Reconfiguration:
-    """Hears the agent out; `live` tells the generation in force, None before a joiner's first."""
+    """Hears the agent out. `generation`: the one that this worker was started for; `live` tells the one in force, None
+    before a joiner's first."""
 
-    def __init__(self, channel: Channel, local_rank: int, build: Build, settings: Settings, live: Live) -> None:
+    def __init__(
+        self, channel: Channel, local_rank: int, generation: int, build: Build, settings: Settings, live: Live
+    ) -> None:
         self._channel = channel
-        self._local_rank = local_rank
+        self._hello = Hello(local_rank, os.getpid(), generation)
+        self._is_introduced = False
         self._build = build
         self._settings = settings
         self._live = live
@@ -64,9 +68,15 @@ class Reconfiguration:
             for name, target in (("control", self._receive), ("describe", self._describe_all))
         ]
 
-    def start(self, generation: int) -> None:
-        """Introduce this worker, started for `generation`, and listen from now on."""
-        self.report(Hello(self._local_rank, os.getpid(), generation))
+    def introduce(self) -> None:
+        """Say who this is, once; it comes before anything else."""
+        if not self._is_introduced:
+            self._is_introduced = True
+            self.report(self._hello)
+
+    def start(self) -> None:
+        """Introduce this worker, which is ready for changes, and listen from now on."""
+        self.introduce()
         for thread in self._threads:
             thread.start()
 
@@ -78,7 +88,7 @@ class Reconfiguration:
         self._describes.put(None)
         self._channel.close()
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout=1.0)
         self._drop()
 
@@ -173,7 +183,7 @@ class Reconfiguration:
         self._drop(keep=generation.id)
         threading.Thread(
             target=self._prepare,
-            args=(generation, previous, Slot(message.node, self._local_rank)),
+            args=(generation, previous, Slot(message.node, self._hello.local_rank)),
             name=f"etc-prepare-{generation.id}",
             daemon=True,
         ).start()

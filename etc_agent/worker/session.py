@@ -145,10 +145,9 @@ class Session:
     # -- life ------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        install()
-        if self._environment.socket is not None:
-            spare_the_collector()
         try:
+            self._connect()
+            install()
             self._open()
         except BaseException as error:
             self._close(error)
@@ -160,20 +159,27 @@ class Session:
     ) -> None:
         self._close(error)
 
+    def _connect(self) -> None:
+        """First of all, so that whatever goes wrong from here on is told to the agent."""
+        environment = self._environment
+        if environment.socket is None:
+            return
+        try:
+            channel = Channel.connect(environment.socket)
+        except OSError as error:
+            raise EtcError(f"the agent's control socket {environment.socket} does not answer: {error}") from None
+        self._reconfiguration = Reconfiguration(
+            channel, environment.local_rank, environment.generation, self._build, self._settings, lambda: self._live
+        )
+
     def _open(self) -> None:
         environment = self._environment
-        if environment.socket is not None:
-            try:
-                channel = Channel.connect(environment.socket)
-            except OSError as error:
-                raise EtcError(f"the agent's control socket {environment.socket} does not answer: {error}") from None
-            self._reconfiguration = Reconfiguration(
-                channel, environment.local_rank, self._build, self._settings, lambda: self._live
-            )
+        if self._reconfiguration is not None:
+            spare_the_collector()
         if not environment.is_joining:
             self._live = start_fresh(environment, self._config, self._build, self._settings)
         if self._reconfiguration is not None:
-            self._reconfiguration.start(environment.generation)
+            self._reconfiguration.start()
             if environment.is_joining:
                 prepared = self._reconfiguration.await_armed(self._settings.timeout_s)
                 self._switch_to(prepared)
@@ -182,6 +188,7 @@ class Session:
     def _close(self, error: BaseException | None) -> None:
         if self._reconfiguration is not None:
             if error is not None and _is_of_user_code(error):
+                self._reconfiguration.introduce()
                 self._reconfiguration.report(Raised(one_line(error)))
             self._reconfiguration.close()
         live, self._live = self._live, None

@@ -53,6 +53,8 @@ class Cluster:
     hooked: bool = True
     is_slow: bool = False
     refusing: str = ""
+    votes_down: str = ""
+    connected_s: float = 1e9
 
     # ---- what happens to a job --------------------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ class Cluster:
         quiet_s = 1e9 if self.is_quiet else 0.0
         return View(
             self.policy, tuple(self.nodes.values()), self.current, self.generations, self.acks, self.scale, self.drains,
-            self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s,
+            self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s, self.connected_s,
         )
 
     def run(self, limit: int = 200) -> None:
@@ -152,6 +154,9 @@ class Cluster:
                 return replace(worker, refused={**worker.refused, generation_id: Refused(generation_id, self.refusing)})
             case Prepare() if not self.is_slow:
                 return replace(worker, prepared={**worker.prepared, generation_id: Prepared(generation_id, "digest")})
+            case Armed() if self.votes_down:
+                refused = Refused(generation_id, self.votes_down)
+                return replace(worker, refused={**worker.refused, generation_id: refused})
             case Armed():
                 switched = Switched(generation_id, 10 * generation_id, {"migrate": 1.0}, 1, 1, 1)
                 first = FirstStep(generation_id, 10 * generation_id, 5.0)

@@ -197,6 +197,29 @@ def test_a_lost_node_restarts_the_rest() -> None:
     assert cluster.current.restarts == 0, "a lost node is not the job's failure"
 
 
+def test_a_new_leader_waits_one_lease_time_before_it_believes_that_a_node_is_gone() -> None:
+    cluster = started(ELASTIC, "a", "b")
+    cluster.connected_s = 1.0
+    cluster.lose("a")
+    cluster.run()
+    assert cluster.current.committed == 1
+    cluster.connected_s = 1e9
+    cluster.run()
+    assert cluster.committed.nodes == ("b",)
+
+
+def test_a_migration_that_was_voted_down_leaves_the_job_as_it_was() -> None:
+    cluster = one_node()
+    cluster.votes_down = "a worker ran out of memory"
+    cluster.ask("PP2TP2DP1")
+    cluster.run()
+    assert cluster.config == "PP2TP1DP1"
+    assert not any(ack.failure for ack in cluster.acks.values())
+    assert cluster.replies[-1].result is Result.REFUSED
+    assert "out of memory" in cluster.replies[-1].message
+    cluster.assert_consistent()
+
+
 def test_a_restart_does_not_ask_dead_workers_about_the_model() -> None:
     cluster = started(ELASTIC, "a", "b")
     cluster.descriptions.clear()
