@@ -94,6 +94,11 @@ class Migration:
             raise MigrationError(
                 f"worker {worker}: the plan is for {plan.num_workers} workers, the process group has {self._wire.size}"
             )
+        if any(transfer.forwarded for transfers in plan.rounds for transfer in transfers):
+            raise MigrationError(
+                f"worker {worker}: the plan has workers pass on what they received, which cannot be run; "
+                f"make it with forwarding=False"
+            )
         self._peers = Peers(plan, worker, self._wire, timeout_s)
         self._schedule = schedule_for(plan, worker)
         self._peer_memory: dict[int, PeerMemory] = {}

@@ -17,7 +17,7 @@ import torch
 from etc_agent.migration.bits import dtype_name
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.lifetimes import Lifetimes, Step
-from etc_agent.migration.pages import discard, prefault, prefer_huge_pages
+from etc_agent.migration.pages import discard, prefer_huge_pages
 from etc_agent.migration.report import MemoryPoint
 from etc_agent.planner.plan import Refer
 from etc_agent.state.layout import Shard
@@ -108,8 +108,7 @@ class OnDemand:
         for shard in step.opens:
             tensor = self._empty(shard, self._device)
             if tensor.device.type == "cpu":
-                prefer_huge_pages(tensor)
-                prefault(tensor)
+                prefer_huge_pages(tensor)  # measured: better than to map its pages ahead of the bytes
             self.targets[shard] = tensor
             self.held_bytes += shard.num_bytes
         if step.opens:
