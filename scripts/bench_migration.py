@@ -41,7 +41,7 @@ _STARTED = "import torch.distributed as d; d.init_process_group('gloo'); d.barri
 
 def main() -> None:
     options = _options()
-    costs = None if options.no_job else measure_job(options.config, options.disk / "out")
+    costs = None if options.no_job else measure_job(options.config, Path(__file__).parent.parent / "out")
     rows: list[dict[str, Any]] = []
     starts: dict[int, float] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as tmpfs, tempfile.TemporaryDirectory(dir=options.disk) as disk:
