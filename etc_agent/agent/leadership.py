@@ -176,8 +176,7 @@ def _announce(write: Write, before: Current) -> None:
             history.moved_bytes / 1e6,
         )
     elif history is not None and history.stop_ms is not None:
-        logger.info(
-            "generation %d: its first step ended %.0f ms after the last one before it", history.generation, history.stop_ms
-        )
+        stopped = "generation %d: its first step ended %.0f ms after the last one before it"
+        logger.info(stopped, history.generation, history.stop_ms)
     elif current.phase is Phase.ARMED:
         logger.debug("generation %d is armed", current.proposed)
