@@ -8,20 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from etc_agent.agent.settings import EtcdSettings
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import Current, Outcome, Reply, Result
 from etc_agent.reconfig.wanted import parse_wanted
-from etc_agent.rendezvous.client import EtcdClient, Tls
+from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
-
-
-def connect(etcd: EtcdSettings, timeout_s: float) -> EtcdClient:
-    """A client for `etcd`. `timeout_s`: for each request, retries included."""
-    files = (etcd.ca_file, etcd.cert_file, etcd.key_file)
-    tls = Tls(*files) if any(files) else None
-    return EtcdClient(etcd.endpoints, tls=tls, user=etcd.user, password=etcd.password, timeout_s=timeout_s)
 
 
 def find_job(client: EtcdClient, prefix: str, run_id: str | None) -> JobKeys:

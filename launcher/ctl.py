@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from etc_agent.agent.etcd import connect
 from etc_agent.agent.settings import EtcdSettings
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import History, NodeRecord, Reply, Result
@@ -87,7 +88,7 @@ def with_job(command: Callable[..., Any]) -> Callable[..., Any]:
             user=etcd_user,
             password=password_of(etcd_password_file),
         )
-        with admin.connect(etcd, etcd_timeout) as client:
+        with connect(etcd, etcd_timeout) as client:
             command(client, admin.find_job(client, etcd_prefix, run_id), **rest)
 
     for option in reversed(_ETCD_OPTIONS):

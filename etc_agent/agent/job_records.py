@@ -20,7 +20,7 @@ class JobRecords:
     """Everything under the job's prefix at one revision.
 
     `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write is fenced
-    by it.
+    by it. `drains`: node -> seconds that it may take, None where nobody said.
     """
 
     incarnation: str = ""
@@ -31,7 +31,7 @@ class JobRecords:
     generations: Mapping[int, Generation] = field(default_factory=dict)
     acks: Mapping[tuple[int, str], Ack] = field(default_factory=dict)
     scale: Request | None = None
-    drains: frozenset[str] = frozenset()
+    drains: Mapping[str, float | None] = field(default_factory=dict)
     paused: bool = False
 
 
@@ -48,7 +48,7 @@ class RecordReader:
         nodes: list[NodeRecord] = []
         generations: dict[int, Generation] = {}
         acks: dict[tuple[int, str], Ack] = {}
-        drains: set[str] = set()
+        drains: dict[str, float | None] = {}
         for key, item in snapshot.items():
             identity = (key, item.mod_revision)
             record = self._parsed[identity] if identity in self._parsed else self._parse(item)
@@ -60,7 +60,7 @@ class RecordReader:
             elif isinstance(record, Ack):
                 acks[record.generation, record.node] = record
             elif key.startswith(keys.drains_prefix):
-                drains.add(key.removeprefix(keys.drains_prefix))
+                drains[key.removeprefix(keys.drains_prefix)] = _seconds(item.value)
         self._parsed = parsed
         current, scale = snapshot.get(keys.current), snapshot.get(keys.scale)
         record = parsed.get((keys.current, current.mod_revision)) if current else None
@@ -77,7 +77,7 @@ class RecordReader:
             generations=generations,
             acks=acks,
             scale=Request(scale.value.decode(errors="replace"), scale.mod_revision) if scale else None,
-            drains=frozenset(drains),
+            drains=drains,
             paused=pause is not None and _is_true(pause.value),
         )
 
@@ -97,6 +97,13 @@ class RecordReader:
                 return Ack.from_json(json.loads(item.value))
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s holds something that is not ours (%s); it is left out", item.key, error)
+        return None
+
+
+def _seconds(value: bytes) -> float | None:
+    try:
+        return max(0.0, float(value))
+    except ValueError:
         return None
 
 

@@ -12,6 +12,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from etc_agent.agent.admission import admit
+from etc_agent.agent.etcd import connect
 from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.node import Inbox, NodeAgent, SignalReceived, install_signal_handlers
-from etc_agent.agent.settings import EtcdSettings, JobSettings
+from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import NodeRecord
-from etc_agent.rendezvous.client import EtcdClient, Tls
+from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import NameTakenError
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.membership import Membership
@@ -60,11 +62,11 @@ def _assemble(settings: JobSettings, stack: ExitStack) -> NodeAgent:
     stack.callback(guardian.close)
     run_folder = Path(tempfile.mkdtemp(prefix="etc-run-"))
     guardian.remove_folder(run_folder)
-    endpoints = settings.etcd.endpoints
+    etcd = settings.etcd
     if settings.standalone:
-        endpoints = (stack.enter_context(EtcdServer()).endpoint,)
-        print(f"etcd: {endpoints[0]} run id: {settings.run_id}", file=sys.stderr, flush=True)
-    client = stack.enter_context(_client(settings.etcd, endpoints, settings.timeouts.etcd_s))
+        etcd = replace(etcd, endpoints=(stack.enter_context(EtcdServer()).endpoint,))
+        print(f"etcd: {etcd.endpoints[0]} run id: {settings.run_id}", file=sys.stderr, flush=True)
+    client = stack.enter_context(connect(etcd, settings.timeouts.etcd_s))
     keys = JobKeys(settings.run_id, settings.etcd.prefix)
     incarnation = admit(settings, client, keys)
     inbox = Inbox()
@@ -84,11 +86,6 @@ def _assemble(settings: JobSettings, stack: ExitStack) -> NodeAgent:
     install_signal_handlers(inbox)
     stack.callback(lambda: store and None)  # the store lives as long as the agent
     return agent
-
-
-def _client(etcd: EtcdSettings, endpoints: tuple[str, ...], timeout_s: float) -> EtcdClient:
-    tls = Tls(etcd.ca_file, etcd.cert_file, etcd.key_file) if etcd.ca_file else None
-    return EtcdClient(endpoints, tls=tls, user=etcd.user, password=etcd.password, timeout_s=timeout_s)
 
 
 def _host_store() -> TCPStore:

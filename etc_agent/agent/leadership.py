@@ -67,8 +67,8 @@ class Leadership:
         failed_s = self._failed.elapsed((committed, failures))
         return View(
             self._policy, records.nodes, records.current, records.generations, records.acks, records.scale,
-            records.drains, records.paused, self._descriptions, quiet_s, phase_s, failed_s if failures else 0.0,
-            connected_s,
+            frozenset(records.drains), records.paused, self._descriptions, quiet_s, phase_s,
+            failed_s if failures else 0.0, connected_s,
         )
 
     def learn(self, described: messages.Described) -> None:

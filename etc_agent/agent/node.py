@@ -108,7 +108,7 @@ class NodeAgent:
         self._leaderless_since = time.monotonic()
         self._acks: dict[int, Ack] = {}
         self._signals: list[int] = []
-        self._drain_deadline = float("inf")
+        self._drain_deadline_s = self._drain_deadline = float("inf")
         self._is_stopping = False
 
     def run(self) -> int:
@@ -121,6 +121,8 @@ class NodeAgent:
             if records.incarnation not in ("", self._incarnation) and not self._is_stopping:
                 logger.error("this job's run id %r has been taken over by a later run; stopping", self._settings.run_id)
                 self._stop_now()
+            if self._record.name in records.drains and self._drain_deadline == float("inf"):
+                self._set_drain_deadline(records.drains[self._record.name] or self._settings.timeouts.drain_s)
             self._act(records)
             self._acknowledge(records)
             view = self._leadership.observe(records, self._mirror.connected_for_s)
@@ -149,7 +151,7 @@ class NodeAgent:
             elif item is not None:
                 self._handle_signal(item)
         if time.monotonic() >= self._drain_deadline and not self._is_stopping:
-            logger.error("the state was not handed over within %g s; stopping", self._settings.timeouts.drain_s)
+            logger.error("the state was not handed over within %g s; stopping", self._drain_deadline_s)
             self._stop_now()
 
     def _handle_signal(self, number: int) -> None:
@@ -160,13 +162,17 @@ class NodeAgent:
             self._stop_now()
             return
         logger.info("%s: this node leaves the job; its state is handed over first (again to stop at once)", name)
-        self._drain_deadline = time.monotonic() + self._settings.timeouts.drain_s
+        self._set_drain_deadline(self._settings.timeouts.drain_s)
         self._record = replace(self._record, state=NodeState.DRAINING)
         try:
             self._membership.update(json.dumps(self._record.to_json()))
         except EtcdError as error:
             logger.error("cannot tell the others that this node leaves (%s); stopping", error)
             self._stop_now()
+
+    def _set_drain_deadline(self, seconds: float) -> None:
+        self._drain_deadline_s = seconds
+        self._drain_deadline = min(self._drain_deadline, time.monotonic() + seconds)
 
     def _stop_now(self) -> None:
         self._is_stopping = True
