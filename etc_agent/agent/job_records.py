@@ -41,9 +41,16 @@ class RecordReader:
     def __init__(self, keys: JobKeys) -> None:
         self._keys = keys
         self._parsed: dict[tuple[str, int], object] = {}
+        self._snapshot: Mapping[str, KeyValue] | None = None
+        self._records = JobRecords()
 
     def read(self, snapshot: Mapping[str, KeyValue]) -> JobRecords:
         """The records in `snapshot` (key -> value). A value that is not what its key wants is reported and left out."""
+        if snapshot is not self._snapshot:
+            self._snapshot, self._records = snapshot, self._read(snapshot)
+        return self._records
+
+    def _read(self, snapshot: Mapping[str, KeyValue]) -> JobRecords:
         keys, parsed = self._keys, {}
         nodes: list[NodeRecord] = []
         generations: dict[int, Generation] = {}

@@ -278,9 +278,17 @@ class NodeAgent:
             members = [records.generations.get(g) for g in (current.committed, current.proposed)]
             if not any(g is not None and self._record.name in g.nodes for g in members):
                 logger.info("this node has left the job")
-                self._client.delete(self._keys.drain(self._record.name))
+                self._forget_drain(records)
                 return 0
         return None
+
+    def _forget_drain(self, records: JobRecords) -> None:
+        """The request is met; a later life of this node is not drained by it."""
+        if self._record.name in records.drains:
+            try:
+                self._client.delete(self._keys.drain(self._record.name))
+            except EtcdError as error:
+                logger.warning("control/drain/%s is met and could not be removed: %s", self._record.name, error)
 
 
 def policy_of(settings: JobSettings) -> Policy:
