@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
+from running import ROOT, TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
 
 from etc_agent.parallel.config import ParallelConfig
 from tests.oracle import assert_same_bits, gathered
@@ -170,3 +170,15 @@ def test_ctrl_c_in_every_phase_ends_the_job_cleanly(tmp_path: Path, cleanup: Cle
     assert job.wait(60) == 130
     job.assert_nothing_left()
     assert not [line for line in job.our_lines() if "Traceback" in line]
+
+
+def test_the_example_of_the_readme_changes_size(tmp_path: Path, cleanup: Cleanup) -> None:
+    job = cleanup(standalone(tmp_path, ROOT / "examples" / "data_parallel.py"))
+    etcd = etcd_of(job)
+    job.wait_for("step +0 ")
+    etcd.scale("3")
+    assert etcd.reply_to("3", "done", "refused")["result"] == "done"
+    job.wait_for("PP1TP1DP3")
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+    job.assert_nothing_left()
