@@ -1,7 +1,7 @@
 """A whole elastic training script: a small network, data parallelism by hand, any number of workers.
 
     etc-run --standalone --nproc-per-node 4 examples/data_parallel.py
-    etcdctl --endpoints HOST:PORT put /etc-run/RUN_ID/control/scale 2       # address and run id are printed at the start
+    etcdctl --endpoints HOST:PORT put /etc-run/RUN_ID/control/scale 2       # etc-run prints address and run id
     torchrun --nproc-per-node 4 examples/data_parallel.py                   # the same at a fixed size
 """
 
