@@ -30,6 +30,7 @@ from etc_agent.reconfig.records import (
     Request,
     Result,
     first_cause,
+    slowest,
 )
 from etc_agent.reconfig.sizing import NotDescribed, check, in_session, meeting, target
 from etc_agent.reconfig.view import Decision, Describe, Policy, View, Wait, Write
@@ -296,8 +297,8 @@ def _commit(view: View, committed: Generation, proposed: Generation, acks: list[
         step=max(ack.step for ack in acks),
         kept=len(before & after), started=len(after - before), stopped=len(before - after),
         moved_bytes=sum(ack.received_bytes for ack in acks),
-        phases_ms=_slowest(ack.phases_ms for ack in acks),
-        prepare_ms=_slowest(ack.prepare_ms for ack in acks),
+        phases_ms=slowest(ack.phases_ms for ack in acks),
+        prepare_ms=slowest(ack.prepare_ms for ack in acks),
     )
     reply = None
     if current.pending_scale and _is_met(view, parse_wanted(current.wanted), proposed.config):
@@ -393,11 +394,3 @@ def _reason(committed: Generation, config: ParallelConfig, leaving: list[str], r
     if leaving:
         return f"{_names(leaving)} leaves"
     return "nodes came" if config.num_ranks > committed.config.num_ranks else "fewer slots are left"
-
-
-def _slowest(phases: Iterable[dict[str, float]]) -> dict[str, float]:
-    slowest: dict[str, float] = {}
-    for each in phases:
-        for name, milliseconds in each.items():
-            slowest[name] = max(slowest.get(name, 0.0), milliseconds)
-    return slowest

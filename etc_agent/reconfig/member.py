@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
 from etc_agent.control.messages import (
     Armed,
@@ -22,7 +21,7 @@ from etc_agent.control.messages import (
     Withdrawn,
 )
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.records import Ack, Current, Failure, Outcome, Phase, first_cause
+from etc_agent.reconfig.records import Ack, Current, Failure, Outcome, Phase, first_cause, slowest
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +184,8 @@ def summarise(
         received_bytes=sum(report.received_bytes for report in switched),
         referred_bytes=sum(report.referred_bytes for report in switched),
         stop_ms=max((report.stop_ms for report in first), default=0.0) if slots and len(first) == len(slots) else None,
-        phases_ms=_slowest([report.phases_ms for report in switched]),
-        prepare_ms=_slowest([report.phases_ms for report in prepared if report]),
+        phases_ms=slowest(report.phases_ms for report in switched),
+        prepare_ms=slowest(report.phases_ms for report in prepared if report),
     )
 
 
@@ -218,8 +217,3 @@ def committed_line(generation: Generation, generations: Mapping[int, Generation]
         generation = generations[generation.previous]
         line.append(generation.id)
     return frozenset(line)
-
-
-def _slowest(phases: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(chain.from_iterable(phases))
-    return {name: max(phase.get(name, 0.0) for phase in phases) for name in names}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self
@@ -217,3 +217,12 @@ class Request:
 
     text: str
     revision: int
+
+
+def slowest(phases: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Phase -> the longest that anybody took, in milliseconds."""
+    longest: dict[str, float] = {}
+    for each in phases:
+        for name, milliseconds in each.items():
+            longest[name] = max(longest.get(name, 0.0), milliseconds)
+    return longest
