@@ -127,7 +127,8 @@ class Binder:
         return view.device.type in (self.wire_device, "meta")
 
     def source_view(self, transfer: Transfer) -> torch.Tensor:
-        return self.source(Shard(transfer.tensor, transfer.source_box))[transfer.box.within(transfer.source_box)]
+        holder = self.target if transfer.forwarded else self.source
+        return holder(Shard(transfer.tensor, transfer.source_box))[transfer.box.within(transfer.source_box)]
 
     def target_view(self, transfer: Transfer) -> torch.Tensor:
         return self.target(Shard(transfer.tensor, transfer.target_box))[transfer.box.within(transfer.target_box)]

@@ -24,7 +24,7 @@ def needed_shards(plan: MigrationPlan, worker: int) -> tuple[list[Shard], list[S
     for transfers in plan.rounds:
         for transfer in transfers:
             if transfer.source == worker:
-                old[Shard(transfer.tensor, transfer.source_box)] = None
+                (new if transfer.forwarded else old)[Shard(transfer.tensor, transfer.source_box)] = None
             if transfer.target == worker:
                 new[Shard(transfer.tensor, transfer.target_box)] = None
     return list(old), list(new)

@@ -6,6 +6,9 @@ another pair, and the wire does not idle between rounds:
 
     post 0 . copy what stays . post 1 . finish 0 . post 2 . finish 1 . ... . finish n-1
 
+A worker that sends on what it has received (a plan made with ``forwarding``) finishes a round before it posts the one
+that does so. No circle of waits can form: a round needs no more than that all workers have finished the one before.
+
 A contiguous box travels from tensor to tensor in place. Small boxes, and boxes that are not contiguous in their shard,
 pass through a staging buffer; each of the two rounds in flight has its own. Workers of one host whose new tensors lie
 in shared memory write into them directly (`shared`). Where old and new state do not fit together, memory comes and
@@ -94,11 +97,6 @@ class Migration:
             raise MigrationError(
                 f"worker {worker}: the plan is for {plan.num_workers} workers, the process group has {self._wire.size}"
             )
-        if any(transfer.forwarded for transfers in plan.rounds for transfer in transfers):
-            raise MigrationError(
-                f"worker {worker}: the plan has workers pass on what they received, which cannot be run; "
-                f"make it with forwarding=False"
-            )
         self._peers = Peers(plan, worker, self._wire, timeout_s)
         self._schedule = schedule_for(plan, worker)
         self._peer_memory: dict[int, PeerMemory] = {}
@@ -160,11 +158,14 @@ class Migration:
             in_flight = self._post(0, recorder)
             self._beside_rounds(recorder)
             for number in range(len(self._schedule.rounds)):
-                following = self._post(number + 1, recorder)
                 assert in_flight is not None
-                with recorder.span(f"finish round {number}"):
-                    self._finish(number, in_flight, tally)
-                in_flight = following
+                if self._waits_before(number + 1):
+                    self._finish(number, in_flight, tally, recorder)
+                    in_flight = self._post(number + 1, recorder)
+                else:
+                    following = self._post(number + 1, recorder)
+                    self._finish(number, in_flight, tally, recorder)
+                    in_flight = following
             self._settle_copies()
             if self._hashes is not None:
                 with recorder.span("verify"):
@@ -214,6 +215,10 @@ class Migration:
             received, sent = self._wire.post(receives, map(self._packed, bound.sends))
         return _InFlight(bound, received, sent)
 
+    def _waits_before(self, number: int) -> bool:
+        """Whether a round sends on what may come in the one before it."""
+        return number < len(self._schedule.rounds) and self._schedule.rounds[number].forwards
+
     def _packed(self, bound: BoundMessage) -> Operation:
         if bound.copy_to:
             copy_bits(bound.copy_to, bound.copy_from)
@@ -223,7 +228,11 @@ class Migration:
                 self._hashes.sending(transfer, self._binder().source_view(transfer))
         return bound.message.peer, bound.message.tag, bound.buffer
 
-    def _finish(self, number: int, in_flight: _InFlight, tally: _Tally) -> None:
+    def _finish(self, number: int, in_flight: _InFlight, tally: _Tally, recorder: SpanRecorder) -> None:
+        with recorder.span(f"finish round {number}"):
+            self._wait_for(number, in_flight, tally)
+
+    def _wait_for(self, number: int, in_flight: _InFlight, tally: _Tally) -> None:
         for b, work in zip(in_flight.bound.receives, in_flight.received, strict=True):
             self._peers.wait(work, f"round {number}: receiving {_contents(b.message)} from worker {b.message.peer}")
             copy_bits(b.copy_to, b.copy_from)

@@ -77,7 +77,8 @@ def lifetimes_of(schedule: Schedule, sources: Iterable[Shard]) -> Lifetimes:
                 first_receive.setdefault(Shard(t.tensor, t.target_box), number)
         for message in scheduled.sends:
             for t in message.transfers:
-                last_send[Shard(t.tensor, t.source_box)] = number
+                if not t.forwarded:
+                    last_send[Shard(t.tensor, t.source_box)] = number
     parts: dict[Shard, list[Refer]] = {shard: [] for shard in first_receive}
     for refer in schedule.refers:
         if not refer.is_whole:

@@ -1,10 +1,12 @@
-"""Advice to the kernel about the pages behind host tensors (Linux; elsewhere every call does nothing)."""
+"""Memory mapped for host tensors, and advice to the kernel about its pages (Linux; elsewhere advice does nothing)."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
+import weakref
 
 import torch
 
@@ -17,6 +19,55 @@ _HUGE_PAGE_BYTES = 2 << 20
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 if _libc is not None:
     _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)
+    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Mapped:
+    """A range of addresses, unmapped when no tensor made of it is left. Linux only.
+
+    `mmap.mmap` would do but for the descriptor of its own that it keeps for as long as it lives.
+
+    Args:
+        size: bytes.
+        fd: the file to share; without one the range is private, and has no pages before they are written to.
+
+    Raises:
+        OSError: the range cannot be mapped.
+    """
+
+    def __init__(self, size: int, fd: int = -1) -> None:
+        assert _libc is not None
+        self._size = size
+        self._owner = os.getpid()
+        self._address: int | None = None
+        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), f"cannot map {size:,} bytes: {os.strerror(ctypes.get_errno())}")
+        self._address = address
+
+    def part(self, start: int, size: int, *, gives_back: bool) -> ctypes.Array[ctypes.c_char]:
+        """`size` bytes from `start`, for `torch.frombuffer`.
+
+        Args:
+            gives_back: when the last tensor of these bytes goes, so do their pages, though the range stays mapped.
+        """
+        assert self._address is not None
+        part = (ctypes.c_char * size).from_address(self._address + start)
+        # What the finalizer refers to, this range, lives as long as `part`, and that as long as a tensor of it.
+        weakref.finalize(part, self._part_went, start, size, gives_back).atexit = False
+        return part
+
+    def _part_went(self, start: int, size: int, gives_back: bool) -> None:
+        # A forked child shares the pages of a file with its parent, which may still need them.
+        if gives_back and self._owner == os.getpid() and self._address is not None:
+            _give_back(self._address + start, self._address + start + size)
+
+    def __del__(self) -> None:
+        if self._address is not None and _libc is not None:
+            _libc.munmap(self._address, self._size)
 
 
 def prefault(tensor: torch.Tensor) -> bool:
@@ -41,8 +92,12 @@ def prefer_huge_pages(tensor: torch.Tensor) -> None:
 
 def discard(tensor: torch.Tensor) -> None:
     """Give the pages inside a contiguous tensor back, be they shared or private; their bytes are lost."""
-    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    _give_back(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def _give_back(start: int, end: int) -> None:
+    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = end // mmap.PAGESIZE * mmap.PAGESIZE
     _advise(start, end, _MADV_REMOVE) or _advise(start, end, _MADV_DONTNEED)
 
 

@@ -50,6 +50,11 @@ class Round:
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
 
+    @property
+    def forwards(self) -> bool:
+        """Something is sent on that an earlier round has brought."""
+        return any(transfer.forwarded for message in self.sends for transfer in message.transfers)
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

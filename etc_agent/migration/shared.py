@@ -6,24 +6,31 @@ its boxes straight to where they belong, strided ones too. The process group car
 
 Between hosts, and wherever mapping fails, messages go over the process group as ever; each pair decides for itself.
 
+A large tensor gives its pages back when it goes, whatever else of its file is still in use; small ones share a few
+pages. So a tensor that outlives many generations holds its own memory, and the addresses around it.
+
 A late writer does no harm: if a migration is given up its file goes with it, and nothing else ever lies there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from etc_agent.migration.pages import prefault
+from etc_agent.migration.pages import Mapped, prefault
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 
 _ALIGN_BYTES = 64
+_SMALL_BYTES = 32 << 10
+_PARCEL_BYTES = 128 << 10
+"""Tensors below `_SMALL_BYTES` share parcels of this size, whose pages stay until the last of them goes."""
 DESCRIPTION_BYTES = 256
 
 
@@ -43,18 +50,18 @@ class SharedMemory:
     """
 
     def __init__(self, plan: MigrationPlan, worker: int) -> None:
-        self.offsets, size = arena_layout(plan, worker)
+        parcels, size = arena_layout(plan, worker)
         self._fd = -1
         self.tensors: dict[Shard, torch.Tensor] = {}
         if not size:
             return
         self._fd = os.memfd_create("etc-run-state", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size)
-        memory = mmap.mmap(self._fd, size)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        memory = Mapped(size, self._fd)
+        flat = torch.frombuffer(memory.part(0, size, gives_back=False), dtype=torch.uint8)
         if not prefault(flat):
             flat.zero_()
-        self.tensors = {shard: _tensor_at(memory, offset, shard) for shard, offset in self.offsets.items()}
+        self.tensors = tensors_of(memory, parcels)
 
     def describe(self) -> bytes:
         """What a peer needs to find this memory; `DESCRIPTION_BYTES` long."""
@@ -83,7 +90,7 @@ class SharedMemory:
 class PeerMemory:
     """A peer's `SharedMemory`, mapped into this process for writing."""
 
-    memory: mmap.mmap
+    memory: ctypes.Array[ctypes.c_char]
     offsets: Mapping[Shard, int]
 
     def tensor(self, shard: Shard) -> torch.Tensor:
@@ -97,7 +104,7 @@ def map_peer(plan: MigrationPlan, peer: int, described: bytes) -> PeerMemory | N
     if len(fields) != 6 or fields[0] != _host_identity():
         return None
     pid, fd, device, inode, size = map(int, fields[1:])
-    offsets, expected = arena_layout(plan, peer)
+    parcels, expected = arena_layout(plan, peer)
     try:
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -107,34 +114,78 @@ def map_peer(plan: MigrationPlan, peer: int, described: bytes) -> PeerMemory | N
         # The same number may mean another file by now, and another process.
         if (stat.st_dev, stat.st_ino, stat.st_size) != (device, inode, size) or size != expected:
             return None
-        return PeerMemory(mmap.mmap(opened, size), offsets)
+        memory = Mapped(size, opened).part(0, size, gives_back=False)
+        return PeerMemory(memory, {shard: start for parcel in parcels for shard, start in parcel.starts.items()})
     except OSError:
         return None
     finally:
         os.close(opened)
 
 
-def arena_layout(plan: MigrationPlan, worker: int) -> tuple[dict[Shard, int], int]:
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Whole pages for one large tensor or for several small ones; bytes, all from the start of the arena."""
+
+    start: int
+    end: int
+    starts: Mapping[Shard, int]
+
+
+def arena_layout(plan: MigrationPlan, worker: int) -> tuple[list[Parcel], int]:
     """Where the new shards of `worker` lie in its shared memory, and its size in bytes; the same in every process."""
     kept = {Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker and r.is_whole}
     received = (Shard(t.tensor, t.target_box) for transfers in plan.rounds for t in transfers if t.target == worker)
     referred = (Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker)
-    return _laid_out(sorted({*received, *referred} - kept))
+    return lay_out(sorted({*received, *referred} - kept))
 
 
-def _laid_out(shards: Iterable[Shard]) -> tuple[dict[Shard, int], int]:
-    offsets, end = {}, 0
+def lay_out(shards: Iterable[Shard]) -> tuple[list[Parcel], int]:
+    """Parcels for the shards that are not empty, in their order, and the bytes of all."""
+    parcels: list[Parcel] = []
+    for group in _grouped(shard for shard in shards if shard.num_bytes):
+        start = end = parcels[-1].end if parcels else 0
+        starts = {}
+        for shard in group:
+            starts[shard] = end
+            end += _rounded(shard.num_bytes, _ALIGN_BYTES)
+        parcels.append(Parcel(start, _rounded(end, mmap.PAGESIZE), starts))
+    return parcels, parcels[-1].end if parcels else 0
+
+
+def tensors_of(memory: Mapped, parcels: Iterable[Parcel]) -> dict[Shard, torch.Tensor]:
+    """The tensors of `parcels`, whose pages go when they do."""
+    tensors = {}
+    for parcel in parcels:
+        part = memory.part(parcel.start, parcel.end - parcel.start, gives_back=True)
+        for shard, start in parcel.starts.items():
+            tensors[shard] = _tensor_at(part, start - parcel.start, shard)
+    return tensors
+
+
+def _grouped(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
+    small: list[Shard] = []
+    small_bytes = 0
     for shard in shards:
-        if shard.num_bytes:
-            offsets[shard] = end
-            end += -(-shard.num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-    return offsets, end
+        if shard.num_bytes >= _SMALL_BYTES:
+            yield [shard]
+            continue
+        small.append(shard)
+        small_bytes += shard.num_bytes
+        if small_bytes >= _PARCEL_BYTES:
+            yield small
+            small, small_bytes = [], 0
+    if small:
+        yield small
 
 
-def _tensor_at(memory: mmap.mmap, offset: int, shard: Shard) -> torch.Tensor:
-    dtype = getattr(torch, shard.tensor.dtype)
-    flat = torch.frombuffer(memory, dtype=torch.uint8, offset=offset, count=shard.num_bytes)
-    return flat.view(dtype).view(shard.box.shape)
+def _rounded(num_bytes: int, unit: int) -> int:
+    return -(-num_bytes // unit) * unit
+
+
+def _tensor_at(part: ctypes.Array[ctypes.c_char], start: int, shard: Shard) -> torch.Tensor:
+    # A storage of exactly the tensor's bytes.
+    flat = torch.frombuffer(part, dtype=torch.uint8, offset=start, count=shard.num_bytes)
+    return flat.view(getattr(torch, shard.tensor.dtype)).view(shard.box.shape)
 
 
 def _host_identity() -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, materialise, shards_of
 from etc_agent.migration.engine import Migration
+from etc_agent.migration.shared import SharedMemory, can_share
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.planner.migration import make_plan
@@ -148,13 +149,18 @@ def prepare(
                 nodes=_node_numbers(generation, previous),
             )
         with _phase(phases_ms, "allocate"):
-            targets = {} if state is None or world is None else _materialised(state, world, plan, seat, sources, device)
+            memory = SharedMemory(plan, seat.worker) if device.type == "cpu" and can_share() else None
+            shared = {} if memory is None else memory.tensors
+            targets = {}
+            if state is not None and world is not None:
+                targets = _materialised(state, world, plan, seat, sources, shared, device)
             if new_stream is not None:
+                new_stream = (new_stream[0], shared.get(*new_stream))
                 targets[new_stream[0]] = new_stream[1]
         with _phase(phases_ms, "connect"):
             migration = Migration(
                 plan, seat.worker, sources, targets, group,
-                timeout_s=settings.switch_timeout_s, verify=settings.verify_dir is not None,
+                timeout_s=settings.switch_timeout_s, memory=memory, verify=settings.verify_dir is not None,
             )
             migration.prepare()
         following = None
@@ -262,9 +268,13 @@ def _materialised(
     plan: MigrationPlan,
     seat: Seat,
     sources: dict[Shard, torch.Tensor],
+    shared: dict[Shard, torch.Tensor],
     device: torch.device,
 ) -> dict[Shard, torch.Tensor]:
-    """Give `state` storage: that of the old shard where the plan keeps it whole, else new memory, already touched."""
+    """Give `state` storage: that of the old shard where the plan keeps it whole, else new memory, already touched.
+
+    `shared`: memory that workers of this host can write to.
+    """
     kept = {
         Shard(refer.tensor, refer.target_box): sources[Shard(refer.tensor, refer.source_box)]
         for refer in plan.refers
@@ -274,6 +284,8 @@ def _materialised(
     def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
         if shard in kept:
             return kept[shard]
+        if shard in shared and meta.is_contiguous():
+            return shared[shard]
         return torch.empty_like(meta, device=device).zero_()
 
     with entered(world):

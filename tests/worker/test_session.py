@@ -81,7 +81,7 @@ def test_ranks_can_move_between_the_same_processes(tmp_path: Path) -> None:
         agent.first_steps()
 
 
-def test_ten_changes_leave_no_descriptor_thread_or_group_behind(tmp_path: Path) -> None:
+def test_ten_changes_leave_no_descriptor_thread_group_or_memory_behind(tmp_path: Path) -> None:
     with MiniAgent(tmp_path, pause_s=0.02, verify=False) as agent:
         agent.start("PP2")
         for _ in range(6):
@@ -92,14 +92,16 @@ def test_ten_changes_leave_no_descriptor_thread_or_group_behind(tmp_path: Path) 
         assert generation is not None
 
         def held(number: int) -> list[int]:
-            """The fewest descriptors and threads of rank 0 in a generation: once the old groups are gone."""
+            """The fewest descriptors, threads and pieces of shared memory of rank 0 in a generation: once the old
+            groups are gone."""
             lines = [line for line in agent.steps() if line["rank"] == 0 and line["generation"] == number]
-            return [min((line[key] for line in lines), default=1_000_000) for key in ("fds", "threads")]
+            return [min((line[key] for line in lines), default=1_000_000) for key in ("fds", "threads", "shared")]
 
         def settled() -> bool:
             return all(now <= first for now, first in zip(held(generation.id), held(3), strict=True))
 
-        agent.wait_for(settled, "descriptors and threads to be as few as after the first changes")
+        agent.wait_for(settled, "no more descriptors, threads and shared memory than after the first changes")
+        assert held(generation.id)[2] >= 1
 
 
 def test_describing_a_config_gives_its_layout_or_the_models_own_reason(tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 "env_world_size": int(os.environ["WORLD_SIZE"]), "local_rank": os.environ["LOCAL_RANK"],
                 "lr": session.state.optimizer.param_groups[0]["lr"], "time": time.time(),
                 "fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+                "shared": Path("/proc/self/maps").read_text().count("memfd:etc-run-state"),
             }
             with open(log / f"steps-{os.getpid()}.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
