@@ -12,6 +12,8 @@ from scipy.sparse import coo_matrix
 
 _DENSE = 400
 """Rows up to which the assignment is solved row by row."""
+_ALIKE = 16
+"""So much fewer must the pairs of classes be than those of rows and columns for classes to be worth it."""
 
 
 def assign_rows(
@@ -22,7 +24,7 @@ def assign_rows(
     `value`: (row classes, column classes). `row_class`: (rows,). `column_class`: (columns,). Rows of one class get
     their columns in ascending order.
     """
-    if min(len(row_class), len(column_class)) <= _DENSE:
+    if min(len(row_class), len(column_class)) <= _DENSE or value.size * _ALIKE > len(row_class) * len(column_class):
         return _hungarian(value[np.ix_(row_class, column_class)])
     supply = np.bincount(row_class, minlength=value.shape[0])
     demand = np.bincount(column_class, minlength=value.shape[1])

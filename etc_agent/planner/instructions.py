@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etc_agent.parallel.topology import Placement
+from etc_agent.planner.cells import Cell, cells_of
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.model_holdings import Cell, cells_of
 from etc_agent.planner.plan import Refer, Transfer
 from etc_agent.state.boxes import Box
 from etc_agent.state.model import TensorSpec

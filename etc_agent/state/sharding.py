@@ -179,6 +179,12 @@ class Sharding:
         """Every rank's manifest; for jobs of a size where that is sensible (up to a few hundred ranks)."""
         return tuple(self.manifest(rank) for rank in range(self.config.num_ranks))
 
+    @staticmethod
+    def range_size(total: int, num_parts: int) -> int:
+        """Elements of each of the equal ranges of a flat buffer of `total` elements, padding included (ZeRO-1)."""
+        multiple = lcm(num_parts, _BUCKET_MULTIPLE)
+        return -(-total // multiple) * multiple // num_parts
+
     def _experts_of(self, home: int) -> range:
         count = self.model.num_experts // self.config.ep
         return range(home * count, (home + 1) * count)
@@ -187,9 +193,7 @@ class Sharding:
         self, mine: Sequence[tuple[Unit, Box]], kind: StateKind, num_parts: int, index: int
     ) -> list[Shard]:
         """Part `index` of the flat buffer of all boxes of `mine`, padded to equal parts (ZeRO-1)."""
-        total = sum(prod(box.shape) for _, box in mine)
-        multiple = lcm(num_parts, _BUCKET_MULTIPLE)
-        size = -(-total // multiple) * multiple // num_parts
+        size = self.range_size(sum(prod(box.shape) for _, box in mine), num_parts)
         start, end = size * index, size * (index + 1)
         shards, position = [], 0
         for unit, box in mine:

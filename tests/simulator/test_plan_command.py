@@ -109,7 +109,13 @@ def test_mistakes_get_one_line(arguments, words):
     assert result.output.count("\n") == 1
 
 
-def test_a_job_too_large_for_listing_flat_ranges_is_refused_at_once():
-    result = run("--model", "gpt2", "--from", "DP2048", "--to", "DP1024", "--nodes", "256x8", "--zero1")
+def test_zero1_is_planned_for_hundreds_of_ranks():
+    result = run("--model", "llama3-70b", "--from", "PP8TP8DP8", "--to", "PP8TP8DP7", "--nodes", "64x8", "--zero1")
+    assert result.exit_code == 0
+    assert "448 of 448 ranks on a worker that was there" in result.output
+
+
+def test_a_job_too_large_for_zero1_is_refused_at_once():
+    result = run("--model", "gpt2", "--from", "DP8192", "--to", "DP1024", "--nodes", "1024x8", "--zero1")
     assert result.exit_code == 1
     assert "leave ZeRO-1 out for an estimate" in result.output
