@@ -68,6 +68,7 @@ class Spots:
         self.node_of_slot = np.array([by_name[slot.node] for slot in self.slots], dtype=np.intp)
         self.capacity = np.bincount(self.node_of_slot, minlength=len(self.node_names))
         self.first_slot = np.concatenate([[0], np.cumsum(self.capacity)])
+        self.largest_first = np.argsort(-self.capacity, kind="stable")
         if len(self.slots) < num_ranks:
             have = ", ".join(f"{name}: {count}" for name, count in zip(self.node_names, self.capacity, strict=True))
             raise PlanError(f"{num_ranks} ranks need as many slots; {len(self.slots)} are available ({have or 'none'})")
@@ -118,22 +119,36 @@ class Spots:
     def fewest_nodes(self, keep: Keep) -> tuple[int, ...]:
         """The fewest nodes that suffice, and among those the ones that keep most."""
         every = tuple(range(len(self.node_names)))
-        fewest = next((count for count in range(1, len(every) + 1) if self._some_suffice(count)), len(every))
+        alive = np.ones(len(every), dtype=bool)
+        fewest = next((count for count in range(1, len(every)) if self._some_suffice(count, alive)), len(every))
         if comb(len(every), fewest) <= _MAX_SUBSETS:
             options = [nodes for nodes in combinations(every, fewest) if self._suffices(nodes)]
             return max(options, key=lambda nodes: self.kept(keep, self.assign(keep, nodes)), default=every)
-        groups = keep.on_node[keep.class_of_rank.reshape(self.num_groups, self.group_size)].sum(axis=1)
-        best = np.sort(groups, axis=0)[::-1]
-        worth = [best[: max(1, self.capacity[node] // self.group_size), node].sum() for node in every]
-        whole = self.capacity // self.group_size
-        slots, groups_left, kept = int(self.capacity.sum()), int(whole.sum()), set(every)
-        wanted = min(self.num_groups, groups_left)
-        for node in sorted(every, key=lambda node: (worth[node], -node)):
-            fits = slots - self.capacity[node] >= self.num_ranks and groups_left - whole[node] >= wanted
-            if len(kept) > fewest and fits and node not in self.must_use:
-                kept.remove(node)
-                slots, groups_left = slots - int(self.capacity[node]), groups_left - int(whole[node])
-        return tuple(sorted(kept))
+        while int(alive.sum()) > fewest:
+            self._give_up_nodes(keep, fewest, alive)
+        return tuple(map(int, np.flatnonzero(alive)))
+
+    def _give_up_nodes(self, keep: Keep, fewest: int, alive: NDArray[np.bool_]) -> None:
+        """Assign to all nodes that are `alive`; those without ranks go, and of the rest that is too many one half."""
+        kept = self._kept_by_node(keep, [int(node) for node in np.flatnonzero(alive)])
+        too_many = int(alive.sum()) - fewest
+        stay = fewest + min(too_many // 2, max(0, int((kept > 0).sum()) - fewest))
+        for node in np.lexsort((-np.arange(len(kept)), kept)):
+            if alive[node] and int(node) not in self.must_use:
+                alive[node] = False
+                alive[node] = not self._some_suffice(fewest, alive)
+            if int(alive.sum()) <= stay:
+                break
+
+    def _kept_by_node(self, keep: Keep, nodes: list[int]) -> NDArray[np.float64]:
+        """Worth of each node, (nodes,): what it keeps, and a little for each rank, when `nodes` share the ranks."""
+        if self.group_size == 1:
+            node_of_rank = self.node_of_slot[self._ranks_to_all(keep, nodes)]
+        else:
+            node_of_rank = np.repeat(self._groups_to_nodes(keep, nodes), self.group_size)
+        placed = np.flatnonzero(node_of_rank >= 0)
+        worth = keep.on_node[keep.class_of_rank[placed], node_of_rank[placed]] + LOCAL
+        return np.bincount(node_of_rank[placed], worth, minlength=len(self.node_names)).astype(np.float64)
 
     def _suffices(self, nodes: Sequence[int]) -> bool:
         """Whether all ranks fit on `nodes`, with no tp group torn that the whole cluster could keep whole."""
@@ -145,9 +160,10 @@ class Spots:
             and self.must_use <= set(chosen)
         )
 
-    def _some_suffice(self, count: int) -> bool:
-        must = self.must_use
-        others = [int(node) for node in np.argsort(-self.capacity, kind="stable") if int(node) not in must]
+    def _some_suffice(self, count: int, alive: NDArray[np.bool_]) -> bool:
+        """Whether `count` of the nodes that are `alive` suffice: if any do, the largest do."""
+        must = sorted(self.must_use)
+        others = [int(node) for node in self.largest_first[alive[self.largest_first]] if int(node) not in must]
         return len(must) <= count and self._suffices([*must, *others[: count - len(must)]])
 
     # ---- groups to nodes, ranks to slots --------------------------------------------------------------------------

@@ -135,6 +135,15 @@ def test_packing_frees_whole_nodes():
     assert place(current, cluster.slots, previous, where, cluster).moved_bytes == 8 * 12
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_packing_many_nodes_gives_up_replicas_of_every_stage(tp):
+    cluster = Topology(tuple(Node(f"n{index:02}", 2) for index in range(16 * tp)))
+    result = place(
+        grid(8, 2, tp, 14), cluster.slots, grid(8, 2, tp, 16), cluster.slots, cluster, group_size=tp, pack=True
+    )
+    assert (result.moved_bytes, result.num_nodes) == (0, 14 * tp)
+
+
 def test_packing_on_uneven_nodes_takes_the_one_move_that_frees_one():
     cluster = topology(4, 4, 4)
     where = (Slot("a", 0), Slot("b", 0), *(Slot("c", index) for index in range(4)))
