@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 
 import click
@@ -26,6 +27,7 @@ from launcher.plan_plot import draw
 _GROUP = re.compile(r"([0-9]+)x([0-9]+)")
 MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
 _MAX_NODES_SHOWN = 24
+_MAX_SLOTS = 1 << 17
 
 
 def read_model(name: str) -> ModelDescription:
@@ -34,19 +36,32 @@ def read_model(name: str) -> ModelDescription:
     Raises:
         ValueError: there is no such file, or what is in it is no description.
     """
-    path = Path(name)
-    if not path.exists():
-        path = MODELS / f"{name}.yaml"
+    path, shipped = Path(name), MODELS / f"{name}.yaml"
+    if not path.is_file() and (shipped.exists() or not path.exists()):
+        path = shipped
     if not path.exists():
         known = ", ".join(sorted(entry.stem for entry in MODELS.glob("*.yaml")))
         raise ValueError(f"--model {name}: no such file, and none of the known models ({known})")
     try:
         value = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--model {name}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--model {name}: not YAML or JSON: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise ValueError(f"--model {name}: expected a mapping of fields such as num_layers and hidden")
-    return ModelDescription.from_json(value)
+    try:
+        return ModelDescription.from_json(value)
+    except ValueError as error:
+        raise ValueError(f"--model {name}: {error}") from None
+
+
+def read_config(option: str, text: str) -> ParallelConfig:
+    """A parallel config given with `option`. Raises ValueError, which names the option, where it is none."""
+    try:
+        return ParallelConfig.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bool) -> Topology:
@@ -58,6 +73,9 @@ def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bo
     groups = [_GROUP.fullmatch(part.strip()) for part in text.split("+")]
     if any(group is None or 0 in map(int, group.groups()) for group in groups):
         raise ValueError(f"--nodes {text!r}: write nodes x slots, like 3x8 or 2x8+1x4")
+    num_slots = sum(int(group[1]) * int(group[2]) for group in groups if group is not None)
+    if num_slots > _MAX_SLOTS:
+        raise ValueError(f"--nodes {text!r}: {num_slots} slots are more than the {_MAX_SLOTS} that can be planned")
     sizes = [int(group[2]) for group in groups if group is not None for _ in range(int(group[1]))]
     return Topology(tuple(
         Node(f"node-{index}", size, num_nics or size, nic_gbit * 1e9 / 8, not own_nics)
@@ -79,6 +97,8 @@ def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bo
 @click.option("--nic-gbit", type=click.FloatRange(0, min_open=True), default=100.0, show_default=True,
               help="Speed of a NIC in Gb/s.")
 @click.option("--own-nics", is_flag=True, help="Each slot is bound to one NIC instead of sharing its node's.")
+@click.option("--split-groups", is_flag=True,
+              help="A tp group may span nodes even where it fits in one (as in the paper's Table II).")
 @click.option("--zero1", is_flag=True, help="Optimizer state is split over data-parallel replicas.")
 @click.option("--memory-gib", type=click.FloatRange(0, min_open=True), default=80.0, show_default=True,
               help="Memory of a slot, for choosing a config.")
@@ -91,38 +111,49 @@ def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bo
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (SVG).")
 def plan(
     model: str, before: str, after: str | None, nodes: str, policy: str, least: str, pack: bool | None,
-    exclude: Sequence[str], nics: int | None, nic_gbit: float, own_nics: bool, zero1: bool, memory_gib: float,
-    global_batch: int, budget_gib: float | None, forwarding: bool, as_json: bool, plot: Path | None,
+    exclude: Sequence[str], nics: int | None, nic_gbit: float, own_nics: bool, split_groups: bool, zero1: bool,
+    memory_gib: float, global_batch: int, budget_gib: float | None, forwarding: bool, as_json: bool,
+    plot: Path | None,
 ) -> None:
     """Show what a change of the parallel config would move, without a cluster."""
     try:
+        if not all(map(isfinite, (nic_gbit, memory_gib, budget_gib or 0.0))):
+            raise ValueError("--nic-gbit, --memory-gib and --budget-gib take finite numbers")
+        if policy == "paper" and (pack or forwarding or split_groups or least != "time" or budget_gib is not None):
+            raise ValueError(
+                "policy paper has one way to plan; leave out --pack, --least, --split-groups, --budget-gib and "
+                "--forwarding"
+            )
         result, why = _plan(
             model, before, after, read_nodes(nodes, num_nics=nics, nic_gbit=nic_gbit, own_nics=own_nics), policy, least,
-            pack, exclude, zero1, memory_gib, global_batch, budget_gib, forwarding,
+            pack, exclude, split_groups, zero1, memory_gib, global_batch, budget_gib, forwarding,
         )
-        if plot is not None:
-            plot.write_text(draw(result))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise click.ClickException(str(error)) from None
+    if plot is not None:
+        try:
+            plot.write_text(draw(result))
+        except OSError as error:
+            raise click.ClickException(f"--plot {plot}: {error.strerror}") from None
     if as_json:
         click.echo(json.dumps(result.to_json() | ({"choice": why.splitlines()} if why else {})))
         return
     if why:
         click.echo(why)
-    _print(result)
+    _print(result, least=least, forwarding=forwarding)
 
 
 def _plan(
     model_name: str, before: str, after: str | None, topology: Topology, policy: str, least: str, pack: bool | None,
-    exclude: Sequence[str], zero1: bool, memory_gib: float, global_batch: int, budget_gib: float | None,
-    forwarding: bool,
+    exclude: Sequence[str], split_groups: bool, zero1: bool, memory_gib: float, global_batch: int,
+    budget_gib: float | None, forwarding: bool,
 ) -> tuple[Report, str]:
     """(the report, why this config was chosen)."""
     model = read_model(model_name)
     model = replace(model, zero1=model.zero1 or zero1)
     for name in exclude:
         topology.node(name)
-    present = ParallelConfig.parse(before)
+    present = read_config("--from", before)
     if present.num_ranks > len(topology.slots):
         raise ValueError(f"--from {present} has {present.num_ranks} ranks, --nodes {len(topology.slots)} slots")
     previous = Sharding(model, present)
@@ -134,10 +165,11 @@ def _plan(
             policy="paper" if policy == "paper" else "etc", least="bytes" if least == "bytes" else "time",
             pack=shrinks if packed is None else packed, excluded=exclude,
             budget_bytes=None if budget_gib is None else int(budget_gib * (1 << 30)), forwarding=forwarding,
+            group_size=1 if split_groups else None,
         )
 
     if after is not None:
-        return report_of(ParallelConfig.parse(after), pack), ""
+        return report_of(read_config("--to", after), pack), ""
     free = [slot for slot in topology.slots if slot.node not in exclude]
     choice = rank_configs(
         model, len(free), topology,
@@ -158,13 +190,13 @@ def _migration_s(
     ).bottleneck_s
 
 
-def _print(result: Report) -> None:
+def _print(result: Report, *, least: str, forwarding: bool) -> None:
     console = Console(soft_wrap=True, highlight=False)
     sketch, topology = result.sketch, result.topology
     console.print(
         f"{result.previous.model.name}: {result.previous.config} ({result.previous.config.num_ranks} ranks) -> "
         f"{result.current.config} ({result.current.config.num_ranks} ranks) on {len(topology.nodes)} nodes, "
-        f"policy {result.policy}"
+        + (f"least {least} first" if result.policy == "etc" else "policy paper")
     )
     if len(topology.nodes) <= _MAX_NODES_SHOWN:
         console.print(_node_table(result))
@@ -175,10 +207,10 @@ def _print(result: Report) -> None:
         f"{len(sketch.pairs)} of {len(sketch.placement)} ranks on a worker that was there, "
         f"{sketch.num_nodes} nodes occupied"
     )
-    console.print(
-        f"busiest port {sketch.bottleneck_s:.4g} s (no placement beats {sketch.bound_s:.4g} s), "
-        f"predicted {result.predicted_s:.4g} s"
-    )
+    # The bound holds where every receiver takes its bytes from the previous generation.
+    beside = " without forwarding" if forwarding else ""
+    bound = f" (no placement beats {sketch.bound_s:.4g} s)" if result.policy == "etc" and not forwarding else ""
+    console.print(f"busiest port {sketch.bottleneck_s:.4g} s{beside}{bound}, predicted {result.predicted_s:.4g} s")
     if result.port_bytes is not None and result.peak_bytes is not None:
         name, (sent, received) = max(result.port_bytes.items(), key=lambda item: max(item[1]))
         console.print(f"busiest link {name}: {_size(sent)} sent, {_size(received)} received between nodes")
@@ -189,15 +221,23 @@ def _print(result: Report) -> None:
 
 
 def _node_table(result: Report) -> Table:
-    table = Table("node", "before", "after", "kept", "received", box=None)
-    for node in result.topology.nodes:
+    """Who is where, what stays, what crosses the node's links; where the plan is written out, by its transfers."""
+    written = result.traffic is not None
+    table = Table("node", "before", "after", "kept", "received", *(["out", "in", "peak"] if written else []), box=None)
+    for index, node in enumerate(result.topology.nodes):
         was = [str(rank) for rank, slot in enumerate(result.previous_placement) if slot.node == node.name]
         now = [rank for rank, slot in enumerate(result.sketch.placement) if slot.node == node.name]
         kept = sum(result.kept_bytes[rank] for rank in now)
         needed = sum(result.needed_bytes[rank] for rank in now)
-        table.add_row(
-            node.name, " ".join(was) or "-", " ".join(map(str, now)) or "-", _size(kept), _size(needed - kept)
-        )
+        cells = [node.name, " ".join(was) or "-", " ".join(map(str, now)) or "-", _size(kept), _size(needed - kept)]
+        if result.traffic is not None and result.workers is not None and result.peak_bytes is not None:
+            inside = int(result.traffic[index, index])
+            peaks = [peak for slot, peak in zip(result.workers, result.peak_bytes, strict=True) if slot in node.slots]
+            cells += [
+                _size(int(result.traffic[index].sum()) - inside), _size(int(result.traffic[:, index].sum()) - inside),
+                _size(max(peaks, default=0)),
+            ]
+        table.add_row(*cells)
     return table
 
 

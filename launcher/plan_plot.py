@@ -13,6 +13,7 @@ _CELL = 34
 _LABEL = 90
 _GAP = 40
 _TOP = 64
+_MIN_WIDTH = 720
 _PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 
 
@@ -23,7 +24,8 @@ def draw(result: Report) -> str:
     panel = _LABEL + widest * _CELL
     height = _TOP + len(topology.nodes) * _CELL + _GAP
     second, third = panel + _GAP, 2 * (panel + _GAP)
-    width = third + _LABEL + len(topology.nodes) * _CELL + _GAP
+    last = 0 if result.traffic is None else _LABEL + len(topology.nodes) * _CELL + _GAP
+    width = max(third + last, _MIN_WIDTH)
     shapes = [
         _text(10, 22, f"{result.previous.model.name}: {result.previous.config} to {result.current.config}, policy "
               f"{result.policy}, {result.sketch.moved_bytes / 1e9:.2f} GB moved, busiest port "
@@ -31,6 +33,7 @@ def draw(result: Report) -> str:
         *_grid(10, "before", topology, result.previous_placement, result.previous.config),
         *_grid(second, "after", topology, result.sketch.placement, result.current.config),
     ]
+    shapes.append(_text(10, height - 12, "squares are slots, coloured by stage and numbered by virtual rank", size=11))
     if result.traffic is not None:
         shapes += _matrix(third, topology, result.traffic.tolist())
     body = "\n".join(shapes)
@@ -65,7 +68,10 @@ def _grid(
 def _matrix(left: int, topology: Topology, traffic: Sequence[Sequence[int]]) -> list[str]:
     """Bytes from the node of the row to the node of the column."""
     largest = max((max(row) for row in traffic), default=0) or 1
-    shapes = [_text(left, _TOP - 12, "GB from node (row) to node (column)")]
+    shapes = [_text(left, _TOP - 28, "GB from node (row) to node (column)")]
+    for column, node in enumerate(topology.nodes):
+        label = node.name.rpartition("-")[2]
+        shapes.append(_text(left + _LABEL + column * _CELL + _CELL // 2 - 2, _TOP - 8, label, anchor="middle", size=10))
     for row, node in enumerate(topology.nodes):
         y = _TOP + row * _CELL
         shapes.append(_text(left, y + 22, node.name))

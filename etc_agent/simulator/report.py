@@ -32,8 +32,8 @@ class Report:
     """`kept_bytes`: per current rank. The rest only where the job is small enough to be written out, else None.
 
     `traffic`: bytes from node to node, (nodes, nodes), in the order of the topology. `port_bytes`: name -> (sent,
-    received) between nodes. `peak_bytes`: per worker in the memory mode asked for. `digest`, `num_rounds`,
-    `num_transfers`: of the plan.
+    received) between nodes. `peak_bytes`: per worker in the memory mode asked for, on the slots `workers`. `digest`,
+    `num_rounds`, `num_transfers`: of the plan.
     """
 
     previous: Sharding
@@ -48,6 +48,7 @@ class Report:
     traffic: NDArray[np.int64] | None = None
     port_bytes: dict[str, tuple[int, int]] | None = None
     peak_bytes: tuple[int, ...] | None = None
+    workers: tuple[Slot, ...] | None = None
     num_rounds: int | None = None
     num_transfers: int | None = None
     digest: str | None = None
@@ -74,6 +75,7 @@ class Report:
             "predicted_s": self.predicted_s,
             "ports": self.port_bytes,
             "traffic_bytes": None if self.traffic is None else self.traffic.tolist(),
+            "workers": None if self.workers is None else [str(slot) for slot in self.workers],
             "peak_bytes": self.peak_bytes,
             "rounds": self.num_rounds,
             "transfers": self.num_transfers,
@@ -94,8 +96,13 @@ def report(
     memory: Literal["keep", "release"] = "keep",
     budget_bytes: int | None = None,
     forwarding: bool = False,
+    group_size: int | None = None,
 ) -> Report:
     """Plan the change from `previous`, placed in node order unless said otherwise, to `current`.
+
+    `group_size`: consecutive ranks that share a node where they fit; by default those of a tp group.
+    With policy ``paper`` every dp group has its own source, which no plan of ours would do: with dp the bottleneck is
+    counted, and nothing is written out.
 
     Raises:
         PlanError: the change does not fit the topology or the budget.
@@ -109,7 +116,7 @@ def report(
     else:
         sketch = place_holdings(
             holdings, topology.slots, where, topology,
-            group_size=current.config.tp, excluded=excluded, pack=pack, least=least,
+            group_size=group_size or current.config.tp, excluded=excluded, pack=pack, least=least,
         )
     needed, common = holdings.needed_bytes(), holdings.common_bytes()
     kept = [0] * current.config.num_ranks
@@ -117,7 +124,8 @@ def report(
         kept[rank] = int(common[rank, worker])
     basis = (previous, current, topology, where, sketch, policy, tuple(kept), tuple(map(int, needed)))
     inside = max((int(n) - k for n, k in zip(needed, kept, strict=True)), default=0) / FABRIC_BYTES_PER_S
-    if max(len(where), len(sketch.placement)) > MAX_LISTED:
+    isolated = policy == "paper" and max(previous.config.dp, current.config.dp) > 1
+    if isolated or max(len(where), len(sketch.placement)) > MAX_LISTED:
         return Report(*basis, max(sketch.bottleneck_s, inside))
     slots, old, new = _by_worker(previous, current, where, sketch.placement)
     names = [node.name for node in topology.nodes]
@@ -126,7 +134,7 @@ def report(
     traffic, ports, seconds = _links(plan, slots, nodes, topology)
     mode: Literal["keep", "release"] = memory if budget_bytes is None else "release"
     return Report(
-        *basis, max(seconds, inside), traffic, ports, peak_bytes(plan, old, new, mode),
+        *basis, max(seconds, inside), traffic, ports, peak_bytes(plan, old, new, mode), tuple(slots),
         len(plan.rounds), sum(map(len, plan.rounds)), plan.digest,
     )
 

@@ -7,7 +7,7 @@ Nothing after this file knows what a layer is: a description and a parallel conf
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Self
 
 
@@ -22,6 +22,31 @@ class StateKind:
     dtype: str
     itemsize: int
     sharded: bool = True
+
+    def __post_init__(self) -> None:
+        if self.itemsize < 1:
+            raise ValueError(f"kind {self.name}: itemsize must be at least 1 byte, not {self.itemsize}")
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read a mapping with the fields above. Raises ValueError where it is none."""
+        if not isinstance(value, Mapping) or not {"name", "dtype", "itemsize"} <= set(value):
+            raise ValueError(f"kinds: expected a list of mappings with name, dtype and itemsize, got {value!r}")
+        return cls(**_checked(cls, value, "a kind of state"))
+
+
+def _checked(cls: type[Any], value: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """`value`, whose keys are fields of the dataclass `cls`; plain fields have the type that they are declared with."""
+    known = {field.name: str(field.type) for field in fields(cls)}
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r} in {what}; known are {', '.join(known)}")
+    types = {"str": str, "int": int, "bool": bool}
+    for name, entry in value.items():
+        wanted = types.get(known[name])
+        if wanted is not None and type(entry) is not wanted:
+            raise ValueError(f"{name}: expected {wanted.__name__}, got {entry!r}")
+    return dict(value)
 
 
 BF16_ADAM = (
@@ -127,9 +152,14 @@ class ModelDescription:
     kinds: tuple[StateKind, ...] = BF16_ADAM
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "hidden", "num_heads", "vocab", "sequence", "vocab_multiple"):
+        for field in ("num_layers", "hidden", "num_heads", "vocab", "sequence", "vocab_multiple", "experts_per_token"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{self.name}: {field} must be at least 1, not {getattr(self, field)}")
+        for field in ("ffn_hidden", "num_kv_heads", "head_dim", "positions", "num_experts"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{self.name}: {field} must be at least 1, or 0 for none, not {getattr(self, field)}")
+        if not self.kinds or len({kind.name for kind in self.kinds}) < len(self.kinds):
+            raise ValueError(f"{self.name}: kinds need at least one entry, and a name of its own for each")
         if self.norm not in ("rms", "layer", "none"):
             raise ValueError(f"{self.name}: norm is 'rms', 'layer' or 'none', not {self.norm!r}")
         if not self.head_dim and self.hidden % self.num_heads:
@@ -144,22 +174,14 @@ class ModelDescription:
         Raises:
             ValueError: a field is unknown, missing or of the wrong type.
         """
-        known = {field.name: field for field in fields(cls)}
-        unknown = sorted(set(value) - set(known))
-        if unknown:
-            raise ValueError(f"unknown field {unknown[0]!r} in a model description; known are {', '.join(known)}")
-        given = dict(value)
-        types = {"str": str, "int": int, "bool": bool}
-        for name, entry in given.items():
-            wanted = types.get(str(known[name].type))
-            if wanted is not None and type(entry) is not wanted:
-                raise ValueError(f"{name}: expected {wanted.__name__}, got {entry!r}")
-        try:
-            if "kinds" in given:
-                given["kinds"] = tuple(StateKind(**kind) for kind in given["kinds"])
-            return cls(**given)
-        except TypeError as error:
-            raise ValueError(f"model description: {str(error).rpartition('__init__() ')[2]}") from None
+        given = _checked(cls, value, "a model description")
+        if "kinds" in given:
+            kinds = given["kinds"]
+            given["kinds"] = tuple(map(StateKind.from_json, kinds if isinstance(kinds, list) else [kinds]))
+        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in given]
+        if missing:
+            raise ValueError(f"a model description needs {', '.join(missing)}")
+        return cls(**given)
 
     # ---- derived sizes --------------------------------------------------------------------------------------------
 

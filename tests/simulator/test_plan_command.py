@@ -99,6 +99,12 @@ def test_shipped_models_have_the_parameters_that_they_are_known_for():
         (("--model", "gpt2", "--from", "PP1", "--to", "TP5", "--nodes", "1x8"), "12 attention heads are not divisible"),
         (("--model", "gpt2", "--from", "PP1", "--to", "PP1", "--nodes", "1x8", "--exclude", "n"), "no node 'n'"),
         (("--model", "gpt2", "--from", "PP2", "--to", "PP1", "--nodes", "1x2", "--budget-gib", "1"), "budget"),
+        (("--model", "gpt2", "--from", "PP2", "--to", "x", "--nodes", "1x2"), "--to: 'x' is not a parallel config"),
+        (("--model", "gpt2", "--from", "PP2", "--to", "PP1", "--nodes", "9999999x8"), "slots are more than"),
+        (("--model", "gpt2", "--from", "PP2", "--to", "PP1", "--nodes", "1x2", "--nic-gbit", "nan"), "finite"),
+        (("--model", "gpt2", "--from", "PP2", "--to", "PP1", "--nodes", "1x2", "--plot", "/no/x.svg"), "--plot /no/x"),
+        (("--model", "/", "--from", "PP2", "--to", "PP1", "--nodes", "1x2"), "--model /: Is a directory"),
+        (("--model", "gpt2", "--from", "PP2", "--to", "PP1", "--nodes", "1x2", "--policy", "paper", "--pack"), "paper"),
     ],
 )
 def test_mistakes_get_one_line(arguments, words):
@@ -119,3 +125,18 @@ def test_a_job_too_large_for_zero1_is_refused_at_once():
     result = run("--model", "gpt2", "--from", "DP8192", "--to", "DP1024", "--nodes", "1024x8", "--zero1")
     assert result.exit_code == 1
     assert "leave ZeRO-1 out for an estimate" in result.output
+
+
+def test_the_paper_table_is_reproduced_where_groups_may_be_split():
+    row = ("--model", "etc-table2", "--from", "PP4TP2", "--to", "PP6TP4", "--nodes", "32x4", "--json")
+    free = json.loads(run(*row, "--least", "bytes", "--split-groups").output)
+    assert free["moved_bytes"] <= 40.3e9
+    assert free["bottleneck_s"] <= 0.403
+    assert json.loads(run(*row).output)["moved_bytes"] > free["moved_bytes"]
+
+
+def test_no_bound_is_claimed_for_what_it_does_not_bound():
+    change = ("--model", "gpt2", "--from", "PP1", "--to", "DP8", "--nodes", "1x2+1x8")
+    assert "no placement beats" in run(*change).output
+    assert "no placement beats" not in run(*change, "--forwarding").output
+    assert "no placement beats" not in run(*change, "--policy", "paper").output
