@@ -10,18 +10,25 @@ import weakref
 
 import torch
 
+_MAP_NORESERVE = 0x4000
+_MREMAP_INTO = 1 | 2 | 4  # may move, to a fixed address, leaving the old range mapped; Linux 5.7
 _MADV_DONTNEED = 4
 _MADV_REMOVE = 9
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _HUGE_PAGE_BYTES = 2 << 20
 
+can_map = sys.platform == "linux"
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 if _libc is not None:
     _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = (*(ctypes.c_void_p, ctypes.c_size_t), *(ctypes.c_int,) * 3, ctypes.c_long)
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+_private: weakref.WeakSet[Mapped] = weakref.WeakSet()
 
 
 class Mapped:
@@ -42,11 +49,24 @@ class Mapped:
         self._size = size
         self._owner = os.getpid()
         self._address: int | None = None
-        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), f"cannot map {size:,} bytes: {os.strerror(ctypes.get_errno())}")
         self._address = address
+        if fd < 0:
+            _private.add(self)
+
+    def covers(self, address: int, size: int) -> bool:
+        """Whether the bytes from `address` are all of this range."""
+        return self._address is not None and self._address <= address <= address + size <= self._address + self._size
+
+    def prefer_huge_pages(self) -> None:
+        """Let pages that are not there yet come by 2 MiB: a fault less for every 512 small ones."""
+        assert self._address is not None
+        start = -(-self._address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        end = (self._address + self._size) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        _advise(start, end, _MADV_HUGEPAGE)
 
     def part(self, start: int, size: int, *, gives_back: bool) -> ctypes.Array[ctypes.c_char]:
         """`size` bytes from `start`, for `torch.frombuffer`.
@@ -63,7 +83,7 @@ class Mapped:
     def _part_went(self, start: int, size: int, gives_back: bool) -> None:
         # A forked child shares the pages of a file with its parent, which may still need them.
         if gives_back and self._owner == os.getpid() and self._address is not None:
-            _give_back(self._address + start, self._address + start + size)
+            discard(self._address + start, size)
 
     def __del__(self) -> None:
         if self._address is not None and _libc is not None:
@@ -83,21 +103,26 @@ def prefault(tensor: torch.Tensor) -> bool:
     return _advise(start, end, _MADV_POPULATE_WRITE)
 
 
-def prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Let untouched memory come in 2 MiB pages: a fault less for every 512 small ones."""
-    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    _advise(start, end, _MADV_HUGEPAGE)
+def is_private(address: int, size: int) -> bool:
+    """Whether the bytes lie in a `Mapped` that no other process shares."""
+    return any(mapped.covers(address, size) for mapped in _private)
 
 
-def discard(tensor: torch.Tensor) -> None:
-    """Give the pages inside a contiguous tensor back, be they shared or private; their bytes are lost."""
-    _give_back(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+def move_pages(source: int, target: int, size: int) -> bool:
+    """Move the pages of private memory to other addresses, in place of what is there; all three are whole pages.
+
+    The old addresses stay mapped, and read as zeros. Nothing is moved where `source` spans memory of several kinds.
+
+    Returns:
+        Whether the kernel did it.
+    """
+    return _libc is not None and _libc.mremap(source, size, size, _MREMAP_INTO, target) == target
 
 
-def _give_back(start: int, end: int) -> None:
-    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = end // mmap.PAGESIZE * mmap.PAGESIZE
+def discard(address: int, size: int) -> None:
+    """Give the pages that lie wholly inside a range back, be they shared or private; their bytes are lost."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     _advise(start, end, _MADV_REMOVE) or _advise(start, end, _MADV_DONTNEED)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from etc_agent.migration.binding import BoundRound
+from etc_agent.migration.binding import BoundRound, LocalCopies
 from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.check import check_tensors, needed_shards
 from etc_agent.migration.engine import Migration
@@ -59,6 +59,8 @@ class ReleasingMigration(Migration):
         self._setup(plan, worker, self._on_demand, group, timeout_s, verify)
         self._on_demand.keep_whole(self._schedule.refers)
         self._lifetimes = lifetimes_of(self._schedule, sources)
+        self._bound: list[BoundRound] | None = None
+        self._copies: list[LocalCopies] = []
         self._arrived: list[Transfer] = []
         self._copied: list[Refer] = []
         self.peak_bytes = 0
@@ -72,7 +74,7 @@ class ReleasingMigration(Migration):
         Raises:
             MigrationError: the budget of a worker is too small, or as for `Migration.prepare`.
         """
-        self._allocate_staging()
+        self._bind()
         freed = self._on_demand.freed_bytes(self._lifetimes)
         peak = self._lifetimes.peak_bytes(self._on_demand.old_bytes, freed, WINDOW) + self.staging_bytes
         self.peak_bytes = peak
@@ -96,7 +98,7 @@ class ReleasingMigration(Migration):
         """
         check_tensors(self._worker, "old", self._old_shards, sources)
         self._hold(sources)
-        self._allocate_staging()
+        self._bind()
 
     def remaining(self) -> dict[Shard, torch.Tensor]:
         """What this worker holds of the state at any point, also after a failed run: old shards that are still there,
@@ -119,6 +121,18 @@ class ReleasingMigration(Migration):
 
     # -- the rounds of this mode
 
+    def _bind(self) -> None:
+        """Where the addresses of new tensors are known ahead, make every view now: thousands, some 10 us each."""
+        ahead = self._on_demand.reserve(self._lifetimes)
+        self._allocate_staging()
+        assert self._staging is not None
+        if ahead:
+            binder = self._binder()
+            rounds = enumerate(self._schedule.rounds)
+            self._bound = [binder.bind(scheduled, self._staging.slot(number)) for number, scheduled in rounds]
+            steps = (*self._lifetimes.local, *self._lifetimes.rounds)
+            self._copies = [binder.bind_local(step.refers) for step in steps]
+
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         """The caller's stream: new tensors must come from the memory that training allocates from."""
         return contextlib.nullcontext()
@@ -126,8 +140,8 @@ class ReleasingMigration(Migration):
     def _before_rounds(self, recorder: SpanRecorder) -> None:
         if self._lifetimes.local:
             with recorder.span("local copies"):
-                for step in self._lifetimes.local:
-                    self._open(step)
+                for number, step in enumerate(self._lifetimes.local):
+                    self._open(step, number)
                     self._settle_copies()
                     self._on_demand.close(step)
 
@@ -136,15 +150,17 @@ class ReleasingMigration(Migration):
 
     def _take(self, number: int) -> BoundRound:
         assert self._staging is not None
-        self._open(self._lifetimes.rounds[number])
+        self._open(self._lifetimes.rounds[number], len(self._lifetimes.local) + number)
+        if self._bound is not None:
+            return self._bound[number]
         return self._binder().bind(self._schedule.rounds[number], self._staging.slot(number))
 
     def _done(self, number: int) -> None:
         self._arrived += [t for message in self._schedule.rounds[number].receives for t in message.transfers]
         self._on_demand.close(self._lifetimes.rounds[number])
 
-    def _open(self, step: Step) -> None:
+    def _open(self, step: Step, number: int) -> None:
         self._on_demand.open(step)
-        local = self._binder().bind_local(step.refers)
+        local = self._copies[number] if self._copies else self._binder().bind_local(step.refers)
         copy_bits(local.copy_to, local.copy_from)
         self._copied += step.refers

@@ -15,22 +15,18 @@ A late writer does no harm: if a migration is given up its file goes with it, an
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from etc_agent.migration.pages import Mapped, prefault
+from etc_agent.migration.parcels import Parcel, lay_out, tensor_at, tensors_of
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 
-_ALIGN_BYTES = 64
-_SMALL_BYTES = 32 << 10
-_PARCEL_BYTES = 128 << 10
-"""Tensors below `_SMALL_BYTES` share parcels of this size, whose pages stay until the last of them goes."""
 DESCRIPTION_BYTES = 256
 
 
@@ -95,7 +91,7 @@ class PeerMemory:
 
     def tensor(self, shard: Shard) -> torch.Tensor:
         """The peer's new tensor of `shard`."""
-        return _tensor_at(self.memory, self.offsets[shard], shard)
+        return tensor_at(self.memory, self.offsets[shard], shard)
 
 
 def map_peer(plan: MigrationPlan, peer: int, described: bytes) -> PeerMemory | None:
@@ -122,70 +118,12 @@ def map_peer(plan: MigrationPlan, peer: int, described: bytes) -> PeerMemory | N
         os.close(opened)
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """Whole pages for one large tensor or for several small ones; bytes, all from the start of the arena."""
-
-    start: int
-    end: int
-    starts: Mapping[Shard, int]
-
-
 def arena_layout(plan: MigrationPlan, worker: int) -> tuple[list[Parcel], int]:
     """Where the new shards of `worker` lie in its shared memory, and its size in bytes; the same in every process."""
     kept = {Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker and r.is_whole}
     received = (Shard(t.tensor, t.target_box) for transfers in plan.rounds for t in transfers if t.target == worker)
     referred = (Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker)
     return lay_out(sorted({*received, *referred} - kept))
-
-
-def lay_out(shards: Iterable[Shard]) -> tuple[list[Parcel], int]:
-    """Parcels for the shards that are not empty, in their order, and the bytes of all."""
-    parcels: list[Parcel] = []
-    for group in _grouped(shard for shard in shards if shard.num_bytes):
-        start = end = parcels[-1].end if parcels else 0
-        starts = {}
-        for shard in group:
-            starts[shard] = end
-            end += _rounded(shard.num_bytes, _ALIGN_BYTES)
-        parcels.append(Parcel(start, _rounded(end, mmap.PAGESIZE), starts))
-    return parcels, parcels[-1].end if parcels else 0
-
-
-def tensors_of(memory: Mapped, parcels: Iterable[Parcel]) -> dict[Shard, torch.Tensor]:
-    """The tensors of `parcels`, whose pages go when they do."""
-    tensors = {}
-    for parcel in parcels:
-        part = memory.part(parcel.start, parcel.end - parcel.start, gives_back=True)
-        for shard, start in parcel.starts.items():
-            tensors[shard] = _tensor_at(part, start - parcel.start, shard)
-    return tensors
-
-
-def _grouped(shards: Iterable[Shard]) -> Iterator[list[Shard]]:
-    small: list[Shard] = []
-    small_bytes = 0
-    for shard in shards:
-        if shard.num_bytes >= _SMALL_BYTES:
-            yield [shard]
-            continue
-        small.append(shard)
-        small_bytes += shard.num_bytes
-        if small_bytes >= _PARCEL_BYTES:
-            yield small
-            small, small_bytes = [], 0
-    if small:
-        yield small
-
-
-def _rounded(num_bytes: int, unit: int) -> int:
-    return -(-num_bytes // unit) * unit
-
-
-def _tensor_at(part: ctypes.Array[ctypes.c_char], start: int, shard: Shard) -> torch.Tensor:
-    # A storage of exactly the tensor's bytes.
-    flat = torch.frombuffer(part, dtype=torch.uint8, offset=start, count=shard.num_bytes)
-    return flat.view(getattr(torch, shard.tensor.dtype)).view(shard.box.shape)
 
 
 def _host_identity() -> str:

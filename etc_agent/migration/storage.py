@@ -17,7 +17,9 @@ import torch
 from etc_agent.migration.bits import dtype_name
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.lifetimes import Lifetimes, Step
-from etc_agent.migration.pages import discard, prefer_huge_pages
+from etc_agent.migration.pages import Mapped, can_map
+from etc_agent.migration.parcels import lay_out, tensors_of
+from etc_agent.migration.recycling import SparePages
 from etc_agent.migration.report import MemoryPoint
 from etc_agent.planner.plan import Refer
 from etc_agent.state.layout import Shard
@@ -63,6 +65,9 @@ class OnDemand:
         self.sources = dict(sources)
         self.targets: dict[Shard, torch.Tensor] = {}
         self.timeline: list[MemoryPoint] = []
+        self._reserved: dict[Shard, torch.Tensor] = {}
+        self._to_come_bytes = 0
+        self._spare = SparePages()
         self._worker = worker
         self._device = device
         self._members: dict[int, set[Shard]] = defaultdict(set)
@@ -99,20 +104,45 @@ class OnDemand:
         return self.sources[shard]
 
     def target(self, shard: Shard) -> torch.Tensor:
-        """The new tensor; before its time, one of its shape without memory."""
-        tensor = self.targets.get(shard)
+        """The new tensor; before its time, one of its shape without memory (at its address if that is reserved)."""
+        tensor = self.targets.get(shard, self._reserved.get(shard))
         return tensor if tensor is not None else self._empty(shard, torch.device("meta"))
+
+    def reserve(self, lifetimes: Lifetimes) -> bool:
+        """Give the tensors to come their addresses, without memory, so that views of them can be made now.
+
+        Memory comes with the bytes, by the kernel's faults: on the host only.
+
+        Returns:
+            Whether that could be done.
+        """
+        if self._device.type != "cpu" or not can_map:
+            return False
+        # In the order of their coming: a huge page that reaches into the next tensor is then not early by much.
+        parcels, size = lay_out(shard for step in (*lifetimes.local, *lifetimes.rounds) for shard in step.opens)
+        if size:
+            try:
+                memory = Mapped(size)
+            except OSError:
+                return False
+            memory.prefer_huge_pages()
+            self._reserved = tensors_of(memory, parcels)
+            self._to_come_bytes = sum(shard.num_bytes for shard in self._reserved)
+        return True
 
     def open(self, step: Step) -> None:
         """Provide memory for what the step brings into being."""
         for shard in step.opens:
-            tensor = self._empty(shard, self._device)
-            if tensor.device.type == "cpu":
-                prefer_huge_pages(tensor)  # measured: better than to map its pages ahead of the bytes
-            self.targets[shard] = tensor
+            reserved = self._reserved.pop(shard, None)
+            if reserved is None:
+                self.targets[shard] = self._empty(shard, self._device)
+            else:
+                self._spare.fill(reserved)
+                self.targets[shard] = reserved
             self.held_bytes += shard.num_bytes
+            self._to_come_bytes -= shard.num_bytes
         if step.opens:
-            self.note()
+            self._settle()
 
     def close(self, step: Step) -> None:
         """The step's copies and messages are done: take the memory of old shards away."""
@@ -121,13 +151,18 @@ class OnDemand:
             key = _storage_key(tensor)
             self._members[key].discard(shard)
             if not self._members[key] and key not in self._pinned:
-                self.held_bytes -= _free(tensor)
+                self.held_bytes -= self._spare.offer(tensor, self._to_come_bytes)
         if step.closes:
-            self.note()
+            self._settle()
 
     def note(self) -> None:
         """Put the present number of bytes on the timeline."""
-        self.timeline.append(MemoryPoint(time.time(), self.held_bytes))
+        self.timeline.append(MemoryPoint(time.time(), self.held_bytes + self._spare.num_bytes))
+
+    def _settle(self) -> None:
+        if self._to_come_bytes <= 0:
+            self._spare.clear()
+        self.note()
 
     def _covers(self, shards: set[Shard]) -> bool:
         tensors = [self.sources[shard] for shard in shards]
@@ -146,14 +181,3 @@ class OnDemand:
 
 def _storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _free(tensor: torch.Tensor) -> int:
-    """Give the memory of a whole storage back; returns its bytes."""
-    storage = tensor.untyped_storage()
-    size = storage.nbytes()
-    if storage.resizable():
-        storage.resize_(0)
-    else:  # of `SharedMemory`, or once seen by numpy
-        discard(tensor)
-    return size
