@@ -127,3 +127,25 @@ def test_an_etcd_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path, clea
     (line,) = job.our_lines()
     assert "etcd does not answer at 127.0.0.1:1" in line
     job.assert_nothing_left()
+
+
+def test_training_goes_on_while_etcd_is_away_and_requests_are_met_when_it_is_back(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    etcd = Etcd(etcd_server.endpoint, "job")
+    nodes = [cleanup(node(tmp_path, etcd_server, number, *tiny(tmp_path))) for number in (2, 3)]
+    wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
+    wait_for_step(tmp_path, 3)
+    generation = etcd.get("current")["committed"]
+    etcd_server.kill()
+    step = max(line["step"] for line in steps_of(tmp_path))
+    wait_for_step(tmp_path, step + 100)
+    etcd_server.start_again()
+    etcd.scale("1")
+    etcd.reply_to("1", "done")
+    assert etcd.get("current")["committed"] == generation + 1, "the outage itself changed nothing"
+    pids = {line["pid"] for line in steps_of(tmp_path)}
+    assert len(pids) == 2, "no worker was restarted"
+    for run in nodes:
+        run.send(signal.SIGTERM)
+    assert {run.wait() for run in nodes} <= {0, 143}
