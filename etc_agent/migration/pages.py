@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -27,9 +28,6 @@ if _libc is not None:
     _libc.mremap.restype = ctypes.c_void_p
     _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
     _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-
-_private: weakref.WeakSet[Mapped] = weakref.WeakSet()
-
 
 class Mapped:
     """A range of addresses, unmapped when no tensor made of it is left. Linux only.
@@ -54,12 +52,6 @@ class Mapped:
         if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), f"cannot map {size:,} bytes: {os.strerror(ctypes.get_errno())}")
         self._address = address
-        if fd < 0:
-            _private.add(self)
-
-    def covers(self, address: int, size: int) -> bool:
-        """Whether the bytes from `address` are all of this range."""
-        return self._address is not None and self._address <= address <= address + size <= self._address + self._size
 
     def prefer_huge_pages(self) -> None:
         """Let pages that are not there yet come by 2 MiB: a fault less for every 512 small ones."""
@@ -103,13 +95,19 @@ def prefault(tensor: torch.Tensor) -> bool:
     return _advise(start, end, _MADV_POPULATE_WRITE)
 
 
-def is_private(address: int, size: int) -> bool:
-    """Whether the bytes lie in a `Mapped` that no other process shares."""
-    return any(mapped.covers(address, size) for mapped in _private)
+def shared_ranges() -> list[tuple[int, int]]:
+    """First and last address, exclusive, of all memory here that other processes may share."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, permissions, _ = line.split(maxsplit=2)
+        if permissions[3] == "s":
+            start, end = addresses.split("-")
+            found.append((int(start, 16), int(end, 16)))
+    return found
 
 
 def move_pages(source: int, target: int, size: int) -> bool:
-    """Move the pages of private memory to other addresses, in place of what is there; all three are whole pages.
+    """Move the pages of memory that no other process shares to other addresses, in place of what is there; all three are whole pages.
 
     The old addresses stay mapped, and read as zeros. Nothing is moved where `source` spans memory of several kinds.
 

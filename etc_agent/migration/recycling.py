@@ -12,17 +12,22 @@ from collections import deque
 
 import torch
 
-from etc_agent.migration.pages import discard, is_private, move_pages
+from etc_agent.migration.pages import can_map, discard, move_pages, shared_ranges
 
 _SMALLEST_MOVE_BYTES = 64 << 10
 """A system call and a range of addresses of its own for the kernel to keep: not for less than this."""
 
 
 class SparePages:
-    """Pages between their old and their new tensor. They count as held: `num_bytes`."""
+    """Pages between their old and their new tensor. They count as held: `num_bytes`.
+
+    Made after all tensors that it will be offered: it looks up which memory is shared when it is made.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        # Pages of a shared file would be in both places after a move.
+        self._shared = shared_ranges() if can_map else []
         self._spare: deque[tuple[torch.UntypedStorage, int, int]] = deque()
 
     def offer(self, tensor: torch.Tensor, wanted_bytes: int) -> int:
@@ -40,8 +45,7 @@ class SparePages:
             storage.resize_(0)
             return size
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        # What torch allocates is private, and so can be resized; a file's pages would stay where they are as well.
-        is_movable = storage.resizable() or is_private(start, size)
+        is_movable = not any(begin < last and first < end for begin, end in self._shared)
         if is_movable and last - first >= _SMALLEST_MOVE_BYTES and self.num_bytes + last - first <= wanted_bytes:
             self._spare.append((storage, first, last))
             self.num_bytes += last - first
