@@ -107,7 +107,7 @@ def shared_ranges() -> list[tuple[int, int]]:
 
 
 def move_pages(source: int, target: int, size: int) -> bool:
-    """Move the pages of memory that no other process shares to other addresses, in place of what is there; all three are whole pages.
+    """Move whole pages of memory that no other process shares to other addresses, in place of what is there.
 
     The old addresses stay mapped, and read as zeros. Nothing is moved where `source` spans memory of several kinds.
 
