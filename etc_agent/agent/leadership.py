@@ -11,6 +11,7 @@ from etc_agent.agent.job_records import JobRecords
 from etc_agent.agent.local_workers import LocalWorkers
 from etc_agent.control import messages
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.planner.errors import PlanError
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import indices
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
@@ -56,6 +57,7 @@ class Leadership:
         self._nodes, self._phase, self._failed = _Stopwatch(), _Stopwatch(), _Stopwatch()
         self._status: dict[str, object] = {}
         self._status_at = 0.0
+        self._complaint = ""
 
     def observe(self, records: JobRecords, connected_s: float) -> View:
         """The view of this moment; `connected_s`: how long etcd has been followed without a break. Call it on every
@@ -97,6 +99,11 @@ class Leadership:
                 case Write() as write:
                     self._execute(write, records)
                     return 0.0
+        except PlanError as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                logger.error("no decision can be made, and training goes on as it is: %s", error)
+            return _ASK_AGAIN_S
         except FencedError as error:
             logger.info("a decision was not written: %s", error)
             self._writer = None

@@ -29,6 +29,7 @@ class Largest:
 
 Wanted = Workers | Nodes | ParallelConfig | Largest
 
+_MOST = 10**9
 _FORMS = (
     'a number of workers (8), nodes=4, max, a parallel config (PP2TP2DP1), '
     'or {"workers": 8}, {"nodes": 4}, {"config": "PP2TP2DP1"}'
@@ -52,7 +53,7 @@ def parse_wanted(text: str) -> Wanted:
         if written.lower().startswith("nodes="):
             return Nodes(_positive(int(written[len("nodes=") :])))
         return ParallelConfig.parse(written)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         shown = written if len(written) <= 80 else written[:77] + "..."
         raise ValueError(f"{shown!r} is not a size; write {_FORMS}") from None
 
@@ -69,6 +70,6 @@ def _from_object(value: dict[str, object]) -> Wanted:
 
 
 def _positive(count: int) -> int:
-    if count < 1:
+    if not 1 <= count <= _MOST:
         raise ValueError(count)
     return count

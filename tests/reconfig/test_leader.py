@@ -93,6 +93,10 @@ def test_rank_0_stays_on_its_process() -> None:
         ("PP1TP3DP1", "PP1TP3DP1: 4 heads cannot be divided"),
         ('{"config": 3}', "is not a size"),
         ("[1]", "is not a size"),
+        ("9" * 5000, "is not a size"),
+        ("{" + '"a":{' * 50_000, "is not a size"),
+        ("\u00b2", "is not a size"),
+        ("PP2TP2DP1 please", "is not a size"),
     ],
 )
 def test_a_request_that_cannot_be_met_changes_nothing_and_says_why(text: str, why: str) -> None:
