@@ -27,13 +27,16 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`target` lacks `box` of its new shard `target_box`; each of `holders` can send it out of its `source_box`."""
+    """`target` lacks `box` of its new shard `target_box`; ``holders[i]`` can send it out of ``source_boxes[i]``."""
 
     target: int
     box: Box
-    source_box: Box
     target_box: Box
     holders: tuple[int, ...]
+    source_boxes: tuple[Box, ...]
+
+    def source_box(self, holder: int) -> Box:
+        return self.source_boxes[self.holders.index(holder)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,10 @@ class Pattern:
     def canonical(self) -> str:
         """The same text for the same pattern, everywhere."""
         kept = [(k.worker, _plain(k.box), _plain(k.source_box), _plain(k.target_box)) for k in self.kept]
-        needs = [(n.target, _plain(n.box), _plain(n.source_box), _plain(n.target_box), n.holders) for n in self.needs]
+        needs = [
+            (n.target, _plain(n.box), _plain(n.target_box), n.holders, [_plain(box) for box in n.source_boxes])
+            for n in self.needs
+        ]
         return repr((kept, needs))
 
 
@@ -138,7 +144,7 @@ def _match(have: _Owners, need: _Owners) -> Pattern:
     for worker, box in zip(have.workers, have.boxes, strict=True):
         if box.num_elements:
             holders.setdefault(box, []).append(worker)
-    distinct = [(box, tuple(holders[box])) for box in sorted(holders)]
+    distinct = sorted(holders)
     kept: list[Kept] = []
     needs: list[Need] = []
     for worker, target in zip(need.workers, need.boxes, strict=True):
@@ -150,16 +156,14 @@ def _match(have: _Owners, need: _Owners) -> Pattern:
         for source in mine:
             taken, missing = _take(missing, source)
             kept.extend(Kept(worker, box, source, target) for box in taken)
-        for source, workers in distinct:
-            if not missing:
-                break
-            taken, missing = _take(missing, source)
-            needs.extend(Need(worker, box, source, target, workers) for box in taken)
-        if missing:
-            raise MissingSourceError(
-                f"{tensor.name}: no live worker holds the box at {missing[0].offset} of shape {missing[0].shape}, "
-                f"which worker {worker} needs"
-            )
+        for box, sources in _refine(missing, distinct):
+            if not sources:
+                raise MissingSourceError(
+                    f"{tensor.name}: no live worker holds the box at {box.offset} of shape {box.shape}, "
+                    f"which worker {worker} needs"
+                )
+            pairs = [(holder, source) for source in sources for holder in holders[source]]
+            needs.append(Need(worker, box, target, *zip(*sorted(pairs), strict=True)))
     return Pattern(tuple(kept), tuple(needs))
 
 
@@ -175,6 +179,22 @@ def _take(missing: Iterable[Box], source: Box) -> tuple[list[Box], list[Box]]:
             taken.append(common)
             rest.extend(subtract_box(box, common))
     return taken, rest
+
+
+def _refine(boxes: Sequence[Box], sources: Sequence[Box]) -> list[tuple[Box, tuple[Box, ...]]]:
+    """Cut `boxes` where sources begin and end inside them: each piece with all the sources that contain it."""
+    pieces: list[tuple[Box, tuple[Box, ...]]] = [(box, ()) for box in boxes]
+    for source in sources:
+        cut: list[tuple[Box, tuple[Box, ...]]] = []
+        for box, within in pieces:
+            common = box.intersect(source)
+            if common is None:
+                cut.append((box, within))
+            else:
+                cut.append((common, (*within, source)))
+                cut.extend((rest, within) for rest in subtract_box(box, common))
+        pieces = cut
+    return pieces
 
 
 def _check(owners: _Owners) -> None:

@@ -39,16 +39,16 @@ def forward(coverage: Coverage, round_bytes: int, links: Links) -> list[Transfer
         if node_of[source] != home:
             busy_s[port_of[source]] += size / speed[port_of[source]]
         through = have[source]
-        source_box = need.source_box if through is None else through.target_box
+        source_box = need.source_box(source) if through is None else through.target_box
         transfers.append(
             Transfer(source, need.target, tensor, box, source_box, need.target_box, forwarded=through is not None)
         )
         have[need.target] = need
 
     for tensor, index in coverage.tensors:
-        groups: dict[tuple[Box, Box], list[Need]] = {}
+        groups: dict[tuple[Box, tuple[int, ...]], list[Need]] = {}
         for need in coverage.patterns[index].needs:
-            groups.setdefault((need.box, need.source_box), []).append(need)
+            groups.setdefault((need.box, need.holders), []).append(need)
         for needs in groups.values():
             size, ways = needs[0].box.num_elements * tensor.itemsize, len(needs) + len(needs[0].holders) - 1
             share = min(round_bytes, max(CHUNK_BYTES, -(-size // ways)))

@@ -98,7 +98,9 @@ def _choose_sources(coverage: Coverage, round_bytes: int, links: Links) -> list[
         sent[source] += size
         if node_of[source] != node_of[need.target]:
             busy_s[port_of[source]] += size / speed[port_of[source]]
-        transfers += [Transfer(source, need.target, tensor, box, need.source_box, need.target_box) for box in chunks]
+        transfers += [
+            Transfer(source, need.target, tensor, box, need.source_boxes[0], need.target_box) for box in chunks
+        ]
     open_chunks.sort(key=lambda chunk: chunk[:2])
     for negative, index, tensor, need, box in open_chunks:
         home = node_of[need.target]
@@ -112,7 +114,7 @@ def _choose_sources(coverage: Coverage, round_bytes: int, links: Links) -> list[
             )
             busy_s[port_of[source]] -= negative / speed[port_of[source]]
         sent[source] -= negative
-        transfers[index] = Transfer(source, need.target, tensor, box, need.source_box, need.target_box)
+        transfers[index] = Transfer(source, need.target, tensor, box, need.source_box(source), need.target_box)
     return [transfer for transfer in transfers if transfer is not None]
 
 

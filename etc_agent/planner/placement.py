@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from etc_agent.parallel.topology import Placement, Slot, Topology
+from etc_agent.planner.bounds import receiving_bound
 from etc_agent.planner.errors import PlanError
 from etc_agent.planner.exact import MAX_VARIABLES, SmallProblem
 from etc_agent.planner.holdings import Holdings, holdings_of
@@ -148,6 +149,9 @@ class _Search:
         home = np.full(spots.num_ranks, -1, dtype=np.intp)
         for rank, slot in enumerate(previous[: spots.num_ranks]):
             home[rank] = spots.index_of.get(slot, -1)
+        self.bounds: dict[tuple[int, ...], float] = {}
+        self.received: set[tuple[int, ...]] = set()
+        """Node sets whose bound counts what must be received, too."""
         self.keep = Keep(classes, on_node / self.unit, common[:, class_of_slot] / self.unit, home)
 
     def sketch(self, chosen: NDArray[np.intp]) -> Sketch:
@@ -158,14 +162,15 @@ class _Search:
         inside = keep.on_node[classes, spots.node_of_slot[chosen]].sum()
         workers = self.worker_of_slot[chosen]
         placement = spots.placement(chosen)
+        seconds = self.fabric.loads(placement).seconds
         return Sketch(
             placement,
             tuple((rank, int(worker)) for rank, worker in enumerate(workers) if worker >= 0),
             round((total - kept) * unit),
             round((total - inside) * unit),
-            self.fabric.loads(placement).seconds,
+            seconds,
             int((keep.home != chosen).sum()),
-            self._bound(range(len(spots.node_names))),
+            self._bound(range(len(spots.node_names)), seconds),
         )
 
     def best(self, nodes: Sequence[int], least: Least) -> NDArray[np.intp]:
@@ -178,7 +183,7 @@ class _Search:
             return self._exchange(cheapest, nodes, least)
         seconds, _, everything, _ = self._order(chosen, "time")
         fewest = (self.needed[self.keep.class_of_rank] - self.keep.on_slot[self.keep.class_of_rank, cheapest]).sum()
-        soonest = least == "time" and seconds <= self._bound(nodes) * _GOOD_ENOUGH
+        soonest = least == "time" and seconds <= self._bound(nodes, seconds) * _GOOD_ENOUGH
         if everything <= fewest and (soonest or least == "bytes"):
             return chosen
         small = self._small(chosen, nodes)
@@ -223,12 +228,21 @@ class _Search:
                 return option
         return chosen
 
-    def _bound(self, nodes: Sequence[int]) -> float:
-        """A time that no placement on `nodes` can beat.
+    def _bound(self, nodes: Sequence[int], seconds: float) -> float:
+        """A time that no placement on `nodes` can beat; the costlier part only where `seconds` beats the simple one.
 
-        The least that must cross goes out through all ports that can send it, and what one rank (or one tp group, where
-        all are whole and a node's NICs are shared) lacks at least comes in through one port.
+        The least that must cross goes out through all ports that can send it, and what ranks lack comes in through the
+        ports of the nodes they are on (`etc_agent.planner.bounds`).
         """
+        key = tuple(nodes)
+        if key not in self.bounds:
+            self.bounds[key] = self._sending_bound(key)
+        if self.bounds[key] * _GOOD_ENOUGH < seconds and key not in self.received:
+            self.received.add(key)
+            self.bounds[key] = max(self.bounds[key], self._receiving_bound(key))
+        return self.bounds[key]
+
+    def _sending_bound(self, nodes: Sequence[int]) -> float:
         classes, spots = self.keep.class_of_rank, self.spots
         crossing = self.needed[:, None] - self.keep.on_node[:, list(nodes)]
         if len(classes) > MAX_ASSIGNED:
@@ -239,14 +253,29 @@ class _Search:
         if least <= 0.5:
             return 0.0
         senders = np.unique(self.fabric.holder_ports.indices)
-        sending = least / self.fabric.ports.bytes_per_s[senders].sum()
-        first = [self.spots.slots[spots.first_slot[node]] for node in nodes]
-        speed = self.fabric.ports.bytes_per_s[[self.fabric.ports.of[slot] for slot in first]]
-        apart = crossing / speed
-        all_whole = int((spots.capacity // spots.group_size).sum()) >= spots.num_groups
-        if self.shared and all_whole and len(classes) <= MAX_ASSIGNED:
-            apart = apart[classes].reshape(spots.num_groups, spots.group_size, -1).sum(axis=1)
-        return float(max(sending, apart.min(axis=1).max()) * self.unit)
+        return float(least / self.fabric.ports.bytes_per_s[senders].sum() * self.unit)
+
+    def _receiving_bound(self, nodes: Sequence[int]) -> float:
+        """Rows are whole tp groups where all are whole and NICs are shared, else ranks."""
+        spots, ports = self.spots, self.fabric.ports
+        crossing = self.needed[:, None] - self.keep.on_node[:, list(nodes)]
+        whole = spots.capacity // spots.group_size
+        if self.shared and int(whole.sum()) >= spots.num_groups:
+            members, kind = np.unique(
+                self.keep.class_of_rank.reshape(spots.num_groups, spots.group_size), axis=0, return_inverse=True
+            )
+            crossing, room = crossing[members].sum(axis=1), whole[list(nodes)]
+            bins, port = np.arange(len(nodes)), [ports.of[spots.slots[spots.first_slot[node]]] for node in nodes]
+        else:
+            kind = self.keep.class_of_rank
+            index = {node: number for number, node in enumerate(nodes)}
+            node_of_port = {
+                ports.of[slot]: index[int(node)]
+                for slot, node in zip(spots.slots, spots.node_of_slot, strict=True) if int(node) in index
+            }
+            port, bins = list(node_of_port), np.array(list(node_of_port.values()), dtype=np.intp)
+            room = np.bincount([ports.of[slot] for slot in spots.slots], minlength=len(ports.names))[port]
+        return receiving_bound(crossing[:, bins] / ports.bytes_per_s[port], np.bincount(kind), room) * self.unit
 
     # ---- small problems -------------------------------------------------------------------------------------------
 

@@ -138,6 +138,18 @@ def test_replicas_share_the_sending():
     assert sent == [16 << 20] * 4
 
 
+def test_replicas_that_overlap_only_partly_share_the_sending():
+    tensor = LogicalTensor("big", (6 << 10, 1 << 10), "float32", 4)
+    shards = [(0, 6), (0, 3), (2, 4)]
+    held = [(Shard(tensor, Box((start << 10, 0), (rows << 10, 1 << 10))),) for start, rows in shards]
+    plan = make_plan([*held, ()], [*held, (Shard(tensor, whole(tensor.shape)),)])
+    sent = [sum(t.num_bytes for r in plan.rounds for t in r if t.source == w) for w in range(3)]
+    assert max(sent) <= (9 << 20) and sum(sent) == 24 << 20
+    for transfer in (t for r in plan.rounds for t in r):
+        assert transfer.source_box == held[transfer.source][0].box
+        assert transfer.box.intersect(transfer.source_box) == transfer.box
+
+
 def test_a_source_on_the_own_node_is_preferred():
     one = [LogicalTensor("one", (64,), "float32", 4)]
     previous, current = pad(layout(one, 1, 1, 2, 0), layout(one, 1, 1, 4, 0))
