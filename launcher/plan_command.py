@@ -105,7 +105,7 @@ def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bo
 @click.option("--global-batch", type=click.IntRange(1), default=256, show_default=True,
               help="Sequences per step, for choosing a config.")
 @click.option("--budget-gib", type=click.FloatRange(0, min_open=True),
-              help="Most state a worker may hold at any time during the change.")
+              help="Most state a worker may hold at any time during the change; buffers come on top.")
 @click.option("--forwarding", is_flag=True, help="New replicas pass on what they receive.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (SVG).")
@@ -216,7 +216,8 @@ def _print(result: Report, *, least: str, forwarding: bool) -> None:
         console.print(f"busiest link {name}: {_size(sent)} sent, {_size(received)} received between nodes")
         console.print(
             f"{result.num_transfers} transfers in {result.num_rounds} rounds; peak state of a worker "
-            f"{_size(max(result.peak_bytes))}; plan {(result.digest or '')[:12]}"
+            f"{_size(max(result.peak_bytes))}, beside it up to {_size(result.buffer_bytes or 0)} of buffers; "
+            f"plan {(result.digest or '')[:12]}"
         )
 
 

@@ -1,14 +1,16 @@
 """How much memory a plan takes on each worker, and rounds that stay within a budget.
 
 Two modes. ``keep``: old and new state exist together until the commit, so that an aborted migration costs nothing.
-``release``: a new shard is allocated in the round that first writes it (local parts are copied into it at once), and an
-old shard is freed after the round with its last use. Shards referred to as a whole keep their storage in both.
+``release``: a new shard is allocated in the round that first receives a part of it (local parts are copied into it at
+once), and an old shard is freed after the round with its last use. A new shard made of local parts alone is copied as
+soon as nothing more is sent out of the old ones, so that they can go. Shards referred to as a whole keep their storage.
 Buffers of the transport come on top: at most what one round sends and receives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Literal
 
 from etc_agent.planner.errors import PlanError
@@ -48,6 +50,9 @@ class _Ledger:
                 source = (refer.worker, refer.tensor.name, refer.source_box)
                 self.copies.setdefault((refer.worker, refer.tensor.name, refer.target_box), []).append(source)
                 self.uses[source] += 1
+        self.sends: dict[_Key, int] = dict.fromkeys(self.uses, 0)
+        self.local: dict[_Key, list[_Key]] = {}
+        """Old shard -> the new shards that are made of local parts alone, this among them."""
         self.peak = list(self.live)
         self._used: list[_Key] = []
 
@@ -57,6 +62,12 @@ class _Ledger:
             key = source_of(transfer)
             if key in self.uses and not transfer.forwarded:
                 self.uses[key] += 1
+                self.sends[key] += 1
+        received = {target_of(transfer) for transfer in transfers}
+        for target, sources in self.copies.items():
+            if target not in received:
+                for source in dict.fromkeys(sources):
+                    self.local.setdefault(source, []).append(target)
         for key in [key for key, uses in self.uses.items() if not uses]:
             self._free(key)
 
@@ -64,11 +75,29 @@ class _Ledger:
         """Bytes that its receiver has to allocate for it."""
         return self.unborn.get(target_of(transfer), 0)
 
+    def source_need(self, transfer: Transfer) -> int:
+        """Bytes that its source has to allocate in the same round: copies for which it is the last send to wait for."""
+        return sum(self.unborn[key] for key in self._released_by(transfer))
+
     def add(self, transfer: Transfer) -> None:
         """It takes part in the present round."""
         self.allocate(target_of(transfer))
         if not transfer.forwarded:
-            self._used.append(source_of(transfer))
+            for target in self._released_by(transfer):
+                self.allocate(target)
+            source = source_of(transfer)
+            self._used.append(source)
+            if source in self.sends:
+                self.sends[source] -= 1
+
+    def _released_by(self, transfer: Transfer) -> list[_Key]:
+        source = source_of(transfer)
+        if transfer.forwarded or self.sends.get(source) != 1:
+            return []
+        return [
+            target for target in self.local.get(source, ())
+            if target in self.unborn and not any(self.sends[other] for other in self.copies[target] if other != source)
+        ]
 
     def allocate(self, key: _Key) -> None:
         size = self.unborn.pop(key, None)
@@ -76,6 +105,16 @@ class _Ledger:
             self.live[key[0]] += size
             self.peak[key[0]] = max(self.peak[key[0]], self.live[key[0]])
             self._used += self.copies.get(key, [])
+
+    def copy_local(self, budget_bytes: float = inf) -> None:
+        """Make the new shards of local parts alone that wait for no send, one after the other, as far as they fit."""
+        for target in dict.fromkeys(target for targets in self.local.values() for target in targets):
+            size = self.unborn.get(target)
+            if size is None or any(self.sends[source] for source in self.copies[target]):
+                continue
+            if self.live[target[0]] + size <= budget_bytes:
+                self.allocate(target)
+                self.end_round()
 
     def end_round(self) -> None:
         """Free old shards after their last use."""
@@ -87,7 +126,7 @@ class _Ledger:
         self._used.clear()
 
     def finish(self) -> None:
-        """New shards that nothing is received into: copied from the worker's own, one after the other."""
+        """What is left: new shards that are empty."""
         for key in list(self.unborn):
             self.allocate(key)
             self.end_round()
@@ -122,6 +161,7 @@ def peak_bytes(
         )
     ledger = _Ledger(previous, current, plan.refers)
     ledger.expect([transfer for transfers in plan.rounds for transfer in transfers])
+    ledger.copy_local()
     for transfers in plan.rounds:
         for transfer in transfers:
             ledger.add(transfer)
@@ -152,6 +192,7 @@ def fit_rounds(
     if over is not None and ledger.live[over] > budget_bytes:
         raise PlanError(f"worker {over} holds {ledger.live[over]} bytes of state already, the budget is {budget_bytes}")
     ledger.expect(transfers)
+    ledger.copy_local(budget_bytes)
     pending = list(enumerate(transfers))
     rounds: list[tuple[Transfer, ...]] = []
     arrived: set[_Key] = set()
@@ -167,6 +208,7 @@ def fit_rounds(
                 and (not sent[source] or sent[source] + size <= round_bytes)
                 and (not received[target] or received[target] + size <= round_bytes)
                 and ledger.live[target] + ledger.need(transfer) <= budget_bytes
+                and ledger.live[source] + ledger.source_need(transfer) <= budget_bytes
                 and (not transfer.forwarded or (source, transfer.tensor.name, transfer.box) in arrived)
             )
             if not fits:
@@ -187,6 +229,7 @@ def fit_rounds(
                 f"hold {need}; raise the budget, or choose a config that leaves more room"
             )
         ledger.end_round()
+        ledger.copy_local(budget_bytes)
         rounds.append(tuple(chosen))
         arrived.update((transfer.target, transfer.tensor.name, transfer.box) for transfer in chosen)
         pending = left

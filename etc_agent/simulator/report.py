@@ -33,7 +33,8 @@ class Report:
 
     `traffic`: bytes from node to node, (nodes, nodes), in the order of the topology. `port_bytes`: name -> (sent,
     received) between nodes. `peak_bytes`: per worker in the memory mode asked for, on the slots `workers`. `digest`,
-    `num_rounds`, `num_transfers`: of the plan.
+    `num_rounds`, `num_transfers`: of the plan. `buffer_bytes`: most that a worker sends and receives in one round, for
+    which it may need buffers beside its state.
     """
 
     previous: Sharding
@@ -48,6 +49,7 @@ class Report:
     traffic: NDArray[np.int64] | None = None
     port_bytes: dict[str, tuple[int, int]] | None = None
     peak_bytes: tuple[int, ...] | None = None
+    buffer_bytes: int | None = None
     workers: tuple[Slot, ...] | None = None
     num_rounds: int | None = None
     num_transfers: int | None = None
@@ -77,6 +79,7 @@ class Report:
             "traffic_bytes": None if self.traffic is None else self.traffic.tolist(),
             "workers": None if self.workers is None else [str(slot) for slot in self.workers],
             "peak_bytes": self.peak_bytes,
+            "buffer_bytes": self.buffer_bytes,
             "rounds": self.num_rounds,
             "transfers": self.num_transfers,
             "digest": self.digest,
@@ -134,8 +137,8 @@ def report(
     traffic, ports, seconds = _links(plan, slots, nodes, topology)
     mode: Literal["keep", "release"] = memory if budget_bytes is None else "release"
     return Report(
-        *basis, max(seconds, inside), traffic, ports, peak_bytes(plan, old, new, mode), tuple(slots),
-        len(plan.rounds), sum(map(len, plan.rounds)), plan.digest,
+        *basis, max(seconds, inside), traffic, ports, peak_bytes(plan, old, new, mode), _buffer_bytes(plan),
+        tuple(slots), len(plan.rounds), sum(map(len, plan.rounds)), plan.digest,
     )
 
 
@@ -146,6 +149,17 @@ def _by_worker(
     slots = list(dict.fromkeys([*where, *placement]))
     held, wanted = dict(zip(where, previous.layout(), strict=True)), dict(zip(placement, current.layout(), strict=True))
     return slots, [held.get(slot, ()) for slot in slots], [wanted.get(slot, ()) for slot in slots]
+
+
+def _buffer_bytes(plan: MigrationPlan) -> int:
+    most = 0
+    for transfers in plan.rounds:
+        busy = [0] * plan.num_workers
+        for transfer in transfers:
+            busy[transfer.source] += transfer.num_bytes
+            busy[transfer.target] += transfer.num_bytes
+        most = max(most, *busy)
+    return most
 
 
 def _links(

@@ -31,6 +31,14 @@ def test_releasing_takes_less_than_keeping():
     assert min(release) >= 72
 
 
+def test_shards_of_local_parts_alone_do_not_keep_old_ones_until_the_end():
+    """Halves become quarters: half of what a worker needs is in its own old shards, which it also sends from."""
+    previous, current = layered(12, 2, 2, 1), layered(12, 1, 4, 1)
+    plan = make_plan(previous, current, round_bytes=6, budget_bytes=36 + 12)
+    assert max(peak_bytes(plan, previous, current, "release")) <= 36 + 12
+    assert min(peak_bytes(plan, previous, current, "keep")) == 72
+
+
 @given(
     st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4]), st.integers(1, 2)),
     st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4]), st.integers(1, 2)),
