@@ -8,7 +8,7 @@ import torch
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.json_values import Json, decode, encode
-from etc_agent.integrations.train_state import TrainState
+from etc_agent.integrations.train_state import Stateful, TrainState
 
 
 def host_state(state: TrainState) -> dict[str, Json]:
@@ -23,7 +23,7 @@ def host_state(state: TrainState) -> dict[str, Json]:
         "scheduler": encode(state.scheduler.state_dict() if state.scheduler is not None else None, "scheduler"),
         "scaler": encode(state.scaler.state_dict() if state.scaler is not None else None, "scaler"),
         "param_groups": encode(hyperparameters, "param_groups"),
-        "extras": encode({name: extra.state_dict() for name, extra in state.extras.items()}, "extras"),
+        "extras": encode({name: extra.state_dict() for name, extra in _replicated(state).items()}, "extras"),
     }
 
 
@@ -40,9 +40,10 @@ def load_host_state(state: TrainState, value: dict[str, Json]) -> None:
             f"the optimizer has {len(groups)} parameter groups here and {len(carried['param_groups'])} where the state "
             "comes from; build() must make the same groups in every generation and on every rank"
         )
-    if set(carried["extras"]) != set(state.extras):
+    extras = _replicated(state)
+    if set(carried["extras"]) != set(extras):
         raise EtcError(
-            f"extras are {sorted(state.extras)} here and {sorted(carried['extras'])} where the state comes from; "
+            f"extras are {sorted(extras)} here and {sorted(carried['extras'])} where the state comes from; "
             "build() must name the same extras in every generation"
         )
     for name, target in (("scheduler", state.scheduler), ("scaler", state.scaler)):
@@ -50,12 +51,19 @@ def load_host_state(state: TrainState, value: dict[str, Json]) -> None:
             raise EtcError(f"build() must make a {name} in every generation and on every rank, or in none")
         if target is not None:
             target.load_state_dict(carried[name])
-    for name, extra in state.extras.items():
+    for name, extra in extras.items():
         extra.load_state_dict(carried["extras"][name])
     # Last: loading a scheduler may write learning rates, and the carried ones are the truth.
     for group, hyperparameters in zip(groups, carried["param_groups"], strict=True):
         for key, hyperparameter in hyperparameters.items():
             _set(group, key, hyperparameter)
+
+
+def _replicated(state: TrainState) -> dict[str, Stateful]:
+    """The extras that are equal on every rank: those that declare no other rule."""
+    return {
+        name: extra for name, extra in state.extras.items() if getattr(extra, "rule", "replicated") == "replicated"
+    }
 
 
 def rng_state(device: torch.device) -> torch.Tensor:

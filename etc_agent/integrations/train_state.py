@@ -27,7 +27,8 @@ class TrainState:
     keep the numbers that layers have in the whole. Sharded parameters are DTensors.
     `optimizer`: over the parameters of `model` alone; the session calls its step(). Its groups and state are read from
     another thread beside training, so a step() must not replace them, not even for its own duration.
-    `scheduler`, `scaler`, `extras`: small state that is equal on every rank, carried as JSON.
+    `scheduler`, `scaler`, `extras`: small state that is equal on every rank, carried as JSON. An extra that is not says
+    so by an attribute `rule`: ``per_rank`` or ``per_sample`` (docs/worker.md).
     `runtime`: whatever else the script wants to keep for this generation, such as the pipeline schedule. Not carried.
     `init`: called once, at the job's start, on the materialised state, to fill in the initial weights.
     """

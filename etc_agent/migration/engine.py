@@ -151,6 +151,7 @@ class Migration:
         if self._staging is None:
             raise MigrationError(f"worker {self._worker}: run() needs prepare() on every worker first")
         recorder = SpanRecorder()
+        self._storage.note()
         tally = _Tally(self._schedule, progress)
         start = time.perf_counter()
         with self._stream():
@@ -170,6 +171,7 @@ class Migration:
             if self._hashes is not None:
                 with recorder.span("verify"):
                     self._hashes.compare(self._worker, self._wire, self._peers.wait)
+        self._storage.note()
         return MigrationReport(
             seconds=time.perf_counter() - start,
             sent_bytes=tally.sent_bytes,

@@ -13,20 +13,27 @@ SHOW_AFTER_S = 2.0
 
 
 class ProgressBar:
-    """Pass it to `Migration.run`, on one worker only. Nothing is shown before `SHOW_AFTER_S` seconds."""
+    """Pass it to `Migration.run`, on one worker only. Nothing is shown, and next to nothing done, before
+    `SHOW_AFTER_S` seconds."""
 
     def __init__(self, console: Console | None = None, show_after_s: float = SHOW_AFTER_S) -> None:
-        columns = ("[bold]migration", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console or Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("migration", total=None)
+        self._console = console
         self._show_at = time.monotonic() + show_after_s
-        self._shown = False
+        self._progress: Progress | None = None
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        self._progress.update(self._task, completed=done_bytes, total=total_bytes)
-        if not self._shown and time.monotonic() >= self._show_at:
-            self._shown = True
-            self._progress.start()
+        if self._progress is None:
+            if time.monotonic() < self._show_at:
+                return
+            self._progress = self._started()
+        self._progress.update(self._progress.task_ids[0], completed=done_bytes, total=total_bytes)
+
+    def _started(self) -> Progress:
+        columns = ("[bold]migration", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        progress = Progress(*columns, console=self._console or Console(stderr=True), transient=True)
+        progress.add_task("migration", total=None)
+        progress.start()
+        return progress
 
     def __enter__(self) -> Self:
         return self
@@ -34,5 +41,5 @@ class ProgressBar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shown:
+        if self._progress is not None:
             self._progress.stop()

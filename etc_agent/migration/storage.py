@@ -36,6 +36,8 @@ class Storage(Protocol):
 
     def target(self, shard: Shard) -> torch.Tensor: ...
 
+    def note(self) -> None: ...
+
 
 class Held:
     """Everything is there from the start and stays."""
@@ -44,12 +46,19 @@ class Held:
         self.sources = dict(sources)
         self.targets = dict(targets)
         self.timeline: list[MemoryPoint] = []
+        # Tensors that share a storage hold it once.
+        storages = [tensor.untyped_storage() for tensor in (*sources.values(), *targets.values())]
+        self._held_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def source(self, shard: Shard) -> torch.Tensor:
         return self.sources[shard]
 
     def target(self, shard: Shard) -> torch.Tensor:
         return self.targets[shard]
+
+    def note(self) -> None:
+        """Put the bytes of old and new tensors on the timeline."""
+        self.timeline.append(MemoryPoint(time.time(), self._held_bytes))
 
 
 class OnDemand:

@@ -15,6 +15,7 @@ from etc_agent.parallel.topology import Slot
 
 PARALLEL_VARIABLE = "ETC_PARALLEL"
 VERIFY_VARIABLE = "ETC_VERIFY"
+TRACE_VARIABLE = "ETC_TRACE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class WorkerEnvironment:
 
     `socket`: the agent's control socket, or None under plain torchrun, where the size is fixed. `store`: ``host:port``
     of the generation's TCPStore, "" where nothing was said (one process by hand). `verify_dir`: where to write this
-    worker's shards around every migration, or None.
+    worker's shards around every migration, or None. `trace_dir`: where to write a trace of every switch, or None.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class WorkerEnvironment:
     parallel: ParallelConfig | None
     is_joining: bool
     verify_dir: str | None
+    trace_dir: str | None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -60,6 +62,7 @@ class WorkerEnvironment:
             parallel=config,
             is_joining=environ.get(JOINING_VARIABLE, "") == "1",
             verify_dir=environ.get(VERIFY_VARIABLE) or None,
+            trace_dir=environ.get(TRACE_VARIABLE) or None,
         )
 
 

@@ -13,6 +13,7 @@ from etc_agent.integrations.native import TrainState, create_optimizer_state, sh
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.encoding import encode_layout
 from etc_agent.worker.context import ParallelContext, check_global_batch
+from etc_agent.worker.user_state import rules_of
 from etc_agent.worker.world import World, build_fake, entered
 
 Build = Callable[[ParallelContext], TrainState]
@@ -23,7 +24,7 @@ def build_on_meta(build: Build, world: World, device: torch.device, generation: 
 
     Raises:
         ValueError: the model refuses the config.
-        EtcError: `build` did not return a TrainState.
+        EtcError: `build` did not return a TrainState, or one of its extras has an unknown rule.
     """
     check_global_batch(global_batch, world.config)
     context = ParallelContext(world.config, world.mesh, world.rank, device, generation, global_batch)
@@ -31,6 +32,7 @@ def build_on_meta(build: Build, world: World, device: torch.device, generation: 
         state = build(context)
     if not isinstance(state, TrainState):
         raise EtcError(f"build() returned a {type(state).__name__}; it must return an etc_agent.TrainState")
+    rules_of(state)
     with entered(world):
         create_optimizer_state(state)
     return state

@@ -84,6 +84,7 @@ class PreparedGeneration:
     """
 
     generation: Generation
+    previous: Generation
     slot: Slot
     seat: Seat
     group: dist.ProcessGroup
@@ -172,7 +173,7 @@ def prepare(
             following = LiveGeneration(generation.id, world, vote, state, context)
         undo.pop_all()
     return PreparedGeneration(
-        generation, slot, seat, group, plan, migration, following,
+        generation, previous, slot, seat, group, plan, migration, following,
         {shard.tensor.name: shard for shard in sources}, old_stream, new_stream, phases_ms,
     )
 

@@ -25,7 +25,7 @@ from etc_agent.worker.reconfiguration import Reconfiguration
 from etc_agent.worker.retire import Retired, retire, spare_the_collector
 from etc_agent.worker.settings import Record, Settings
 from etc_agent.worker.start import start_fresh
-from etc_agent.worker.switch import Switch, SwitchError, switch
+from etc_agent.worker.switch import Switch, SwitchError, switch, write_switch_trace
 from etc_agent.worker.update import apply, can_apply
 from etc_agent.worker.vote import Ballot
 from etc_agent.worker.world import deactivate, install
@@ -270,6 +270,8 @@ class Session:
                 outcome.sent_bytes, outcome.received_bytes, outcome.referred_bytes,
             )
         )
+        if self._settings.trace_dir is not None:
+            write_switch_trace(self._settings.trace_dir, prepared, outcome)
         if self._live is None:
             raise SystemExit(0)
         self._switched = outcome
@@ -350,6 +352,7 @@ def session(
         switch_timeout_s=switch_timeout_s,
         record=record,
         verify_dir=environment.verify_dir,
+        trace_dir=environment.trace_dir,
     )
     config = ParallelConfig.parse(parallel) if isinstance(parallel, str) else parallel
     return Session(build, config, environment, settings)

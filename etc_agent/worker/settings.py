@@ -15,7 +15,8 @@ Record = Callable[[int, Sequence[int]], None]
 class Settings:
     """`global_batch` in samples. `timeout_s`: longest wait for peers in the training groups and for the store;
     `switch_timeout_s`: the same in the groups that migrate. `verify_dir`: where every worker writes its shards before
-    and after a migration, whose boxes are then hashed on both ends as well; None for neither."""
+    and after a migration, whose boxes are then hashed on both ends as well; None for neither. `trace_dir`: where every
+    worker writes a Chrome trace of each switch, or None."""
 
     device: torch.device
     global_batch: int
@@ -24,3 +25,4 @@ class Settings:
     switch_timeout_s: float
     record: Record | None
     verify_dir: str | None = None
+    trace_dir: str | None = None

@@ -12,8 +12,10 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +23,15 @@ import torch.distributed as dist
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import host_state, load_host_state, rng_state, set_rng_state, shards_of
 from etc_agent.integrations.tensors import local_tensor, named_tensors, shard_of
+from etc_agent.migration.progress import ProgressBar
+from etc_agent.migration.report import MemoryPoint, MigrationReport, Span
+from etc_agent.migration.trace import write_trace
 from etc_agent.worker.environment import environment_of
-from etc_agent.worker.exchange import broadcast_json
+from etc_agent.worker.exchange import broadcast_json, gather_json
 from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line
 from etc_agent.worker.rng import start_stream
 from etc_agent.worker.settings import Settings
+from etc_agent.worker.user_state import load_own_state, own_state, rules_of
 from etc_agent.worker.verify import write_shards
 from etc_agent.worker.vote import Ballot, minimum
 from etc_agent.worker.world import activate, deactivate, entered
@@ -46,7 +52,7 @@ class Switch:
 
     `start`: when this worker knew the switch had begun (`time.perf_counter`); `step`: the first of the new generation.
     `farewells`: sends to the workers that leave, to be waited for before the group goes. `error`: why this worker
-    voted against, "" where it did not.
+    voted against, "" where it did not. `spans`: the phases and, inside them, those of the migration.
     """
 
     is_committed: bool
@@ -58,6 +64,8 @@ class Switch:
     referred_bytes: int = 0
     farewells: list[dist.Work] = field(default_factory=list)
     error: str = ""
+    spans: list[Span] = field(default_factory=list)
+    timeline: tuple[MemoryPoint, ...] = ()
 
 
 def switch(
@@ -73,8 +81,8 @@ def switch(
     """
     outcome = Switch(False, step, time.perf_counter())
     try:
-        carried = _share_host_state(prepared, live, outcome)
-        ok = _migrate(prepared, live, carried, outcome, settings.verify_dir)
+        carried, own = _share_host_state(prepared, live, outcome)
+        ok = _migrate(prepared, live, carried, own, outcome, settings.verify_dir)
         with _phase(outcome, "vote"):
             outcome.is_committed = minimum(prepared.group, Ballot(ok, 0)).ok
     except RuntimeError as error:
@@ -87,41 +95,91 @@ def switch(
     return outcome
 
 
-def _share_host_state(prepared: PreparedGeneration, live: LiveGeneration | None, outcome: Switch) -> dict:
+def write_switch_trace(folder: str, prepared: PreparedGeneration, outcome: Switch) -> None:
+    """Write ``switch-<generation>-worker-<number>.json``: this worker's phases. Failure is logged only."""
+    worker = prepared.seat.worker
+    account = MigrationReport(
+        sum(outcome.phases_ms.values()) / 1e3, outcome.sent_bytes, outcome.received_bytes, outcome.referred_bytes,
+        len(prepared.plan.rounds), tuple(outcome.spans), outcome.timeline,
+    )
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_trace(Path(folder) / f"switch-{prepared.generation.id}-worker-{worker}.json", {worker: account})
+    except (EtcError, OSError) as error:
+        _log.warning("%s", one_line(error))
+
+
+def _share_host_state(
+    prepared: PreparedGeneration, live: LiveGeneration | None, outcome: Switch
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Old rank 0's host state, and what each old rank says of its own."""
     # A worker that joins has been waiting in this broadcast; its stop begins when the old rank 0 arrives.
     value = None
     if live is not None:
         with _phase(outcome, "host_state"):
             if prepared.seat.worker == 0:
-                value = {"step": outcome.step, "state": host_state(live.state)}
+                has_own = set(rules_of(live.state).values()) - {"replicated"}
+                value = {"step": outcome.step, "state": host_state(live.state), "has_own": bool(has_own)}
             value = broadcast_json(prepared.group, 0, value)
     else:
         value = broadcast_json(prepared.group, 0, None)
         outcome.start = time.perf_counter()
     outcome.step = value["step"]
-    return value["state"]
+    own: list[dict[str, Any]] = []
+    if value["has_own"]:
+        with _phase(outcome, "own_state"):
+            own = gather_json(prepared.group, _say_own(live))[: prepared.previous.config.num_ranks]
+    return value["state"], own
+
+
+def _say_own(live: LiveGeneration | None) -> dict[str, Any]:
+    """An error is told to all, so that nobody waits for this worker."""
+    if live is None:
+        return {}
+    try:
+        return {"state": own_state(live.state)}
+    except Exception as error:
+        return {"error": one_line(error)}
 
 
 def _migrate(
-    prepared: PreparedGeneration, live: LiveGeneration | None, carried: dict, outcome: Switch, verify_dir: str | None
+    prepared: PreparedGeneration,
+    live: LiveGeneration | None,
+    carried: dict[str, Any],
+    own: list[dict[str, Any]],
+    outcome: Switch,
+    verify_dir: str | None,
 ) -> bool:
     """Move the tensors; whether that went well here. A worker whose part fails says so in the vote that follows."""
     try:
         with _phase(outcome, "refresh"):
             if live is not None:
                 _refresh(prepared, live, verify_dir)
-        with _phase(outcome, "migrate"):
-            report = prepared.migration.run()
+        shown = ProgressBar() if prepared.seat.worker == 0 else nullcontext()
+        with _phase(outcome, "migrate"), shown as bar:
+            report = prepared.migration.run(bar)
         with _phase(outcome, "load"):
             if prepared.next is not None:
                 load_host_state(prepared.next.state, carried)
+                _load_own(prepared, prepared.next, own)
     except Exception as error:
         outcome.error = one_line(error)
         _log.error("generation %d: migration failed: %s", prepared.generation.id, outcome.error, exc_info=True)
         return False
     outcome.sent_bytes, outcome.received_bytes = report.sent_bytes, report.received_bytes
     outcome.referred_bytes = report.referred_bytes
+    outcome.spans += report.spans
+    outcome.timeline = report.timeline
     return True
+
+
+def _load_own(prepared: PreparedGeneration, following: LiveGeneration, own: list[dict[str, Any]]) -> None:
+    errors = [said["error"] for said in own if "error" in said]
+    if errors:
+        raise EtcError(errors[0])
+    if own:
+        previous, config = prepared.previous.config, prepared.generation.config
+        load_own_state(following.state, [said["state"] for said in own], previous, config, following.parallel.rank)
 
 
 def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str | None) -> None:
@@ -188,6 +246,8 @@ def _await_farewells(prepared: PreparedGeneration) -> None:
 
 @contextmanager
 def _phase(outcome: Switch, name: str) -> Iterator[None]:
-    start = time.perf_counter()
+    began_s, start = time.time(), time.perf_counter()
     yield
-    outcome.phases_ms[name] = (time.perf_counter() - start) * 1e3
+    seconds = time.perf_counter() - start
+    outcome.phases_ms[name] = seconds * 1e3
+    outcome.spans.append(Span(name, began_s, seconds))

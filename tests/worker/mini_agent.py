@@ -281,6 +281,7 @@ class MiniAgent:
         }
         if self._verify:
             environment["ETC_VERIFY"] = str(self.verify_dir)
+            environment["ETC_TRACE"] = str(self.verify_dir.with_name("trace"))
         log = str(self.directory / f"worker-{slot.index}-gen{generation.id}.log")
         process = _context.Process(target=_worker_main, args=(environment, log, self._arguments), daemon=True)
         process.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -33,6 +34,11 @@ def test_a_job_grows_and_shrinks_in_its_processes_and_no_sample_is_lost_or_repea
         assert set(agent.finish().values()) == {0}
         lines = agent.steps()
 
+    traces = sorted(path.name for path in (tmp_path / "trace").iterdir())
+    assert traces == [f"switch-{generation}-worker-{worker}.json" for generation in range(2, 6) for worker in range(4)]
+    spans = {event["name"] for event in json.loads((tmp_path / "trace" / traces[0]).read_text())["traceEvents"]}
+    assert {"migrate", "local copies", "vote", "swap", "held bytes"} <= spans
+
     by_step: dict[int, list[dict]] = {}
     for line in lines:
         by_step.setdefault(line["step"], []).append(line)
@@ -49,6 +55,28 @@ def test_a_job_grows_and_shrinks_in_its_processes_and_no_sample_is_lost_or_repea
     rank_0 = {line["pid"] for line in lines if line["rank"] == 0}
     assert len(rank_0) == 1, "rank 0 stays on its process"
     assert len({line["generation"] for line in lines}) == 5
+
+
+def test_a_scripts_own_state_follows_the_rule_that_it_declares(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02, verify=False) as agent:
+        agent.start("DP2")
+        for config in ("DP3", "TP2"):
+            agent.change(config)
+            agent.first_steps()
+        agent.finish()
+        lines = agent.steps()
+    steps: dict[int, set[int]] = {}
+    for line in lines:
+        steps.setdefault(line["generation"], set()).add(line["step"])
+    first = {generation: min(seen) for generation, seen in steps.items()}
+    for line in lines:
+        generation, step = line["generation"], line["step"]
+        # Place 0 is there all along; dp 1 from the start until tp comes instead; dp 2 and tp 1 are new when they come.
+        began = 0 if line["rank"] == 0 or (generation < 3 and line["rank"] == 1) else first[generation]
+        assert line["own_steps"] == step - began + 1
+        if step == first[generation] and step > 2:
+            # What other ranks trained on before the change is known to each.
+            assert set(range((step - 2) * 12, step * 12)) <= set(line["seen"])
 
 
 def test_the_loss_goes_on_as_if_nothing_had_changed(tmp_path: Path) -> None:

@@ -61,7 +61,41 @@ def build(parallel: etc.ParallelContext) -> etc.TrainState:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
     if FAULT.get("forget_scheduler") == [parallel.generation, parallel.rank]:
         scheduler = None
-    return etc.TrainState(model, optimizer, scheduler, init=initialise)
+    return etc.TrainState(model, optimizer, scheduler, extras={"own": Own(), "seen": Seen()}, init=initialise)
+
+
+class Own:
+    """State of one place in the grid: how often it has trained."""
+
+    rule = "per_rank"
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+
+class Seen:
+    """State by sample: in which step it was last trained on; the latest few."""
+
+    rule = "per_sample"
+
+    def __init__(self) -> None:
+        self.last: dict[int, int] = {}
+
+    def note(self, ids: list[int], step: int) -> None:
+        self.last |= dict.fromkeys(ids, step)
+        self.last = {sample: at for sample, at in self.last.items() if at > step - 3}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.last)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last = dict(state_dict)
 
 
 def initialise(state: etc.TrainState) -> None:
@@ -114,6 +148,9 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 if fault.get("raise_at") == step.index and session.parallel.rank == 0:
                     raise KeyError("a bug in user code")
                 step.commit()
+            own, seen = session.state.extras["own"], session.state.extras["seen"]
+            own.steps += 1
+            seen.note(ids["ids"], step.index)
             line = {
                 "pid": os.getpid(), "step": step.index, "loss": loss.item(), "generation": session.generation,
                 "config": str(session.parallel.config), "rank": session.parallel.rank,
@@ -121,6 +158,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 "env_world_size": int(os.environ["WORLD_SIZE"]), "local_rank": os.environ["LOCAL_RANK"],
                 "lr": session.state.optimizer.param_groups[0]["lr"], "time": time.time(),
                 "fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+                "own_steps": own.steps, "seen": sorted(seen.last),
                 "shared": Path("/proc/self/maps").read_text().count("memfd:etc-run-state"),
             }
             with open(log / f"steps-{os.getpid()}.jsonl", "a") as file:
