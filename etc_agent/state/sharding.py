@@ -84,6 +84,7 @@ class Sharding:
             )
         self.num_replicas = config.dp * config.cp
         self._replicas = np.arange(self.num_replicas)
+        self._logical: dict[str, LogicalTensor] = {}
         self._layer_specs = model.layer_specs()
         self._embedding = model.embedding_specs()
         self._head = model.head_specs()
@@ -109,7 +110,11 @@ class Sharding:
         ]
 
     def logical(self, unit: Unit, kind: StateKind) -> LogicalTensor:
-        return LogicalTensor(f"{kind.name}.{unit.name}", unit.spec.shape, kind.dtype, kind.itemsize)
+        name = f"{kind.name}.{unit.name}"
+        known = self._logical.get(name)
+        if known is None:
+            known = self._logical[name] = LogicalTensor(name, unit.spec.shape, kind.dtype, kind.itemsize)
+        return known
 
     def is_sharded(self, kind: StateKind) -> bool:
         """Whether `kind` is split over the replicas (ZeRO-1)."""
@@ -177,7 +182,17 @@ class Sharding:
 
     def layout(self) -> Layout:
         """Every rank's manifest; for jobs of a size where that is sensible (up to a few hundred ranks)."""
-        return tuple(self.manifest(rank) for rank in range(self.config.num_ranks))
+        if self.model.zero1:
+            return tuple(self.manifest(rank) for rank in range(self.config.num_ranks))
+        known: dict[tuple[int, int, int], Manifest] = {}
+        manifests = []
+        for rank in range(self.config.num_ranks):
+            at = self.config.coordinate(rank)
+            key = (at.pp, at.tp, self.config.expert_part(rank))
+            if key not in known:
+                known[key] = self.manifest(rank)
+            manifests.append(known[key])
+        return tuple(manifests)
 
     @staticmethod
     def range_size(total: int, num_parts: int) -> int:
