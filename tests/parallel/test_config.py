@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etc_agent.parallel.config import Coordinate, ParallelConfig
@@ -37,6 +37,7 @@ def test_rare_axes_are_written_only_when_used():
 
 
 @given(degree, degree, degree, degree)
+@settings(deadline=None)
 def test_ranks_and_coordinates_are_inverse(pp, tp, dp, cp):
     config = ParallelConfig(pp=pp, tp=tp, dp=dp, cp=cp)
     assert [config.rank(config.coordinate(rank)) for rank in range(config.num_ranks)] == list(range(config.num_ranks))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from etc_agent.planner.bounds import receiving_bound
 
 
 @given(st.data())
+@settings(deadline=None)
 def test_no_assignment_beats_the_bound(data):
     kinds, bins = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     times = np.array(data.draw(st.lists(st.integers(0, 9), min_size=kinds * bins, max_size=kinds * bins)), float)

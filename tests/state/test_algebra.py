@@ -27,6 +27,7 @@ def boxes_in(draw, shape):
 
 
 @given(sizes, st.data())
+@settings(deadline=None)
 def test_a_difference_is_what_is_left_and_disjoint(shape, data):
     a, b = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
     common = a.intersect(b)
@@ -43,6 +44,7 @@ def test_a_difference_is_what_is_left_and_disjoint(shape, data):
 
 
 @given(sizes, st.integers(1, 20), st.data())
+@settings(deadline=None)
 def test_pieces_are_small_enough_and_make_up_the_box(shape, limit, data):
     box = data.draw(boxes_in(shape))
     pieces = split_box(box, limit)
@@ -52,7 +54,7 @@ def test_pieces_are_small_enough_and_make_up_the_box(shape, limit, data):
 
 
 @given(sizes, st.data())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_a_flat_range_is_a_short_list_of_boxes_in_order(shape, data):
     full = whole(shape)
     start = data.draw(st.integers(0, full.num_elements))
