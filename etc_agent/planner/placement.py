@@ -250,9 +250,9 @@ class _Search:
         else:
             cost = np.repeat(crossing, spots.capacity[list(nodes)], axis=1)[classes]
             least = cost[linear_sum_assignment(cost)].sum()
-        if least <= 0.5:
-            return 0.0
         senders = np.unique(self.fabric.holder_ports.indices)
+        if least <= 0.5 or not len(senders):  # nothing must cross, or nobody is left to send it
+            return 0.0
         return float(least / self.fabric.ports.bytes_per_s[senders].sum() * self.unit)
 
     def _receiving_bound(self, nodes: Sequence[int]) -> float:

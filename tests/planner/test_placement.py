@@ -187,5 +187,7 @@ def test_state_that_nobody_holds_does_not_hinder_a_placement():
     previous = ((), *grid(8, 4, 1)[1:])
     result = place(grid(8, 2, 1), cluster.slots, previous, cluster.slots, cluster)
     assert {slot.node for slot in result.placement} == {"a", "b"}
+    lost = place(grid(8, 2, 1), cluster.slots, ((),) * 4, cluster.slots, cluster)
+    assert lost.bound_s <= lost.bottleneck_s
     empty = ((), ())
     assert len(place(empty, cluster.slots, empty, cluster.slots[:2], cluster).placement) == 2
