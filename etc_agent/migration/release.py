@@ -64,7 +64,7 @@ class ReleasingMigration(Migration):
         self._arrived: list[Transfer] = []
         self._copied: list[Refer] = []
         self.peak_bytes = 0
-        new_bytes = sum(shard.num_bytes for shard in new_shards)
+        self._new_bytes = new_bytes = sum(shard.num_bytes for shard in new_shards)
         sizes = [shard.num_bytes for shard in (*sources, *new_shards)]
         self.budget_bytes = budget_bytes or default_budget_bytes(self._on_demand.old_bytes, new_bytes, sizes)
 
@@ -87,6 +87,9 @@ class ReleasingMigration(Migration):
             )
             self._staging = None
         self._peers.meet(self._schedule, self._peers.agree(complaint, None))
+        # A worker that grows has the difference free from the start.
+        room = min(max(self._on_demand.old_bytes, self._new_bytes), self.budget_bytes - self.staging_bytes)
+        self._on_demand.touch_ahead(room - self._on_demand.old_bytes)
         self._on_demand.held_bytes += self.staging_bytes
         self._on_demand.note()
 

@@ -17,7 +17,7 @@ import torch
 from etc_agent.migration.bits import dtype_name
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.lifetimes import Lifetimes, Step
-from etc_agent.migration.pages import Mapped, can_map
+from etc_agent.migration.pages import Mapped, can_map, prefault
 from etc_agent.migration.parcels import lay_out, tensors_of
 from etc_agent.migration.recycling import SparePages
 from etc_agent.migration.report import MemoryPoint
@@ -76,6 +76,8 @@ class OnDemand:
         self.timeline: list[MemoryPoint] = []
         self._reserved: dict[Shard, torch.Tensor] = {}
         self._to_come_bytes = 0
+        self._touched: dict[Shard, None] = {}
+        self._touched_bytes = 0
         self._spare = SparePages()
         self._worker = worker
         self._device = device
@@ -139,6 +141,15 @@ class OnDemand:
             self._to_come_bytes = sum(shard.num_bytes for shard in self._reserved)
         return True
 
+    def touch_ahead(self, limit_bytes: int) -> None:
+        """Give memory now to the first tensors to come, up to `limit_bytes`: what a worker grows by need not wait."""
+        for shard, tensor in self._reserved.items():
+            if self._touched_bytes + shard.num_bytes > limit_bytes or not prefault(tensor):
+                break
+            self._touched[shard] = None
+            self._touched_bytes += shard.num_bytes
+            self._to_come_bytes -= shard.num_bytes
+
     def open(self, step: Step) -> None:
         """Provide memory for what the step brings into being."""
         for shard in step.opens:
@@ -146,10 +157,14 @@ class OnDemand:
             if reserved is None:
                 self.targets[shard] = self._empty(shard, self._device)
             else:
-                self._spare.fill(reserved)
                 self.targets[shard] = reserved
             self.held_bytes += shard.num_bytes
+            if shard in self._touched:
+                self._touched_bytes -= shard.num_bytes
+                continue
             self._to_come_bytes -= shard.num_bytes
+            if reserved is not None:
+                self._spare.fill(reserved)
         if step.opens:
             self._settle()
 
@@ -166,7 +181,7 @@ class OnDemand:
 
     def note(self) -> None:
         """Put the present number of bytes on the timeline."""
-        self.timeline.append(MemoryPoint(time.time(), self.held_bytes + self._spare.num_bytes))
+        self.timeline.append(MemoryPoint(time.time(), self.held_bytes + self._spare.num_bytes + self._touched_bytes))
 
     def _settle(self) -> None:
         if self._to_come_bytes <= 0:
