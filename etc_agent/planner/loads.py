@@ -137,10 +137,13 @@ class Fabric:
 
     def loads(self, placement: Sequence[Slot]) -> Loads:
         """Bytes by port when current rank i goes to ``placement[i]``, from the best sources."""
-        holdings = self.holdings
         index = {name: number for number, name in enumerate(self.node_names)}
         nodes = np.array([index[slot.node] for slot in placement], dtype=np.intp)
-        ports = np.array([self.ports.of[slot] for slot in placement], dtype=np.intp)
+        return self.loads_at(nodes, np.array([self.ports.of[slot] for slot in placement], dtype=np.intp))
+
+    def loads_at(self, nodes: NDArray[np.intp], ports: NDArray[np.intp]) -> Loads:
+        """The same from the numbers of each rank's node and port, (ranks,)."""
+        holdings = self.holdings
         # What a node holds already crosses no port.
         if self.dense is not None:
             lacking = self.dense[0] * self.dense[1][nodes]

@@ -26,7 +26,7 @@ from etc_agent.planner.bounds import receiving_bound
 from etc_agent.planner.errors import PlanError
 from etc_agent.planner.exact import MAX_VARIABLES, SmallProblem
 from etc_agent.planner.holdings import Holdings, holdings_of
-from etc_agent.planner.loads import Fabric
+from etc_agent.planner.loads import Fabric, Loads
 from etc_agent.planner.spots import Keep, Spots
 from etc_agent.state.layout import Layout
 
@@ -136,6 +136,7 @@ class _Search:
         self.holdings, self.spots = holdings, spots
         self.shared = all(node.shared_nics for node in topology.nodes)
         self.fabric = Fabric.build(holdings, previous, spots.slots, topology)
+        self.port_of_slot = np.array([self.fabric.ports.of[slot] for slot in spots.slots], dtype=np.intp)
         self.unit = float(np.gcd.reduce(holdings.atom_bytes)) if len(holdings.atom_bytes) else 1.0
         self.worker_on = {slot: worker for worker, slot in enumerate(previous)}
         self.worker_of_slot = np.array([self.worker_on.get(slot, -1) for slot in spots.slots], dtype=np.intp)
@@ -161,10 +162,9 @@ class _Search:
         kept = keep.on_slot[classes, chosen].sum()
         inside = keep.on_node[classes, spots.node_of_slot[chosen]].sum()
         workers = self.worker_of_slot[chosen]
-        placement = spots.placement(chosen)
-        seconds = self.fabric.loads(placement).seconds
+        seconds = self._seconds(chosen)
         return Sketch(
-            placement,
+            spots.placement(chosen),
             tuple((rank, int(worker)) for rank, worker in enumerate(workers) if worker >= 0),
             round((total - kept) * unit),
             round((total - inside) * unit),
@@ -207,7 +207,11 @@ class _Search:
         return (seconds, between, everything, changed)
 
     def _seconds(self, chosen: NDArray[np.intp]) -> float:
-        return self.fabric.loads(self.spots.placement(chosen)).seconds
+        return self._loads(chosen).seconds
+
+    def _loads(self, chosen: NDArray[np.intp]) -> Loads:
+        # The fabric numbers the nodes with slots first, in the same order.
+        return self.fabric.loads_at(self.spots.node_of_slot[chosen], self.port_of_slot[chosen])
 
     def _cheapest(self, nodes: Sequence[int]) -> NDArray[np.intp]:
         """The least bytes, were there no tp groups."""
@@ -265,16 +269,12 @@ class _Search:
                 self.keep.class_of_rank.reshape(spots.num_groups, spots.group_size), axis=0, return_inverse=True
             )
             crossing, room = crossing[members].sum(axis=1), whole[list(nodes)]
-            bins, port = np.arange(len(nodes)), [ports.of[spots.slots[spots.first_slot[node]]] for node in nodes]
+            bins, port = np.arange(len(nodes)), self.port_of_slot[spots.first_slot[list(nodes)]]
         else:
             kind = self.keep.class_of_rank
-            index = {node: number for number, node in enumerate(nodes)}
-            node_of_port = {
-                ports.of[slot]: index[int(node)]
-                for slot, node in zip(spots.slots, spots.node_of_slot, strict=True) if int(node) in index
-            }
-            port, bins = list(node_of_port), np.array(list(node_of_port.values()), dtype=np.intp)
-            room = np.bincount([ports.of[slot] for slot in spots.slots], minlength=len(ports.names))[port]
+            slots = np.flatnonzero(np.isin(spots.node_of_slot, list(nodes)))
+            port, first, room = np.unique(self.port_of_slot[slots], return_index=True, return_counts=True)
+            bins = np.searchsorted(list(nodes), spots.node_of_slot[slots[first]])
         return receiving_bound(crossing[:, bins] / ports.bytes_per_s[port], np.bincount(kind), room) * self.unit
 
     # ---- small problems -------------------------------------------------------------------------------------------
@@ -314,10 +314,10 @@ class _Search:
         held = fabric.held.toarray().astype(float)[: len(spots.node_names)]
         missing = np.einsum("ra,na,aq->rnq", need, 1 - held, by_set, optimize=True)
         needed = self.needed[classes][:, None]
-        port_of_slot = np.array([fabric.ports.of[spots.slots[slot]] for slot in slots], dtype=np.intp)
         moved = (keep.home[:, None] != slots[None, :]) + 1e-3 * np.arange(len(slots))[None, :]
         problem = SmallProblem(
-            allowed, spots.node_of_slot[slots], port_of_slot, fabric.ports.bytes_per_s, missing, sources, (),
+            allowed, spots.node_of_slot[slots], self.port_of_slot[slots], fabric.ports.bytes_per_s,
+            missing, sources, (),
             needed - keep.on_node[classes][:, spots.node_of_slot[slots]],
             needed - keep.on_slot[classes][:, slots],
             moved,
@@ -357,10 +357,9 @@ class _Search:
     def _neighbours(self, chosen: NDArray[np.intp], nodes: Sequence[int]) -> Iterator[NDArray[np.intp]]:
         """Swaps of one group on the busiest port with one elsewhere, and moves of it to free slots of other nodes."""
         spots = self.spots
-        loads = self.fabric.loads(spots.placement(chosen))
+        loads, ports = self._loads(chosen), self.port_of_slot
         busiest = int(np.argmax(np.maximum(loads.sent, loads.received) / loads.ports.bytes_per_s))
         groups = chosen.reshape(spots.num_groups, spots.group_size)
-        ports = np.array([self.fabric.ports.of[slot] for slot in spots.slots], dtype=np.intp)
         pinned = {rank // spots.group_size for rank in spots.pinned}
         free = np.setdiff1d(np.arange(len(spots.slots)), chosen)
         moving = [g for g in range(spots.num_groups) if g not in pinned and busiest in ports[groups[g]]]
