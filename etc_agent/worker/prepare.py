@@ -144,10 +144,13 @@ def prepare(
             rows = gather_json(group, _say(tuple(sources), manifest, refusal))
             _refuse_if_any(rows)
         with _phase(phases_ms, "plan"):
+            nodes = _node_numbers(generation, previous)
             plan = make_plan(
                 [decode_manifest(row["old"]) for row in rows],
                 [decode_manifest(row["new"]) for row in rows],
-                nodes=_node_numbers(generation, previous),
+                nodes=nodes,
+                # On one host nobody's port is relieved by a detour.
+                forwarding=len(set(nodes)) > 1,
             )
         with _phase(phases_ms, "allocate"):
             memory = SharedMemory(plan, seat.worker) if device.type == "cpu" and can_share() else None
