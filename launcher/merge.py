@@ -19,6 +19,7 @@ from torch.distributed.run import config_from_args
 from etc_agent.agent.settings import JobSettings, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.rendezvous.keys import JobKeys
 from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
 from launcher.options import ELASTIC_BACKEND
@@ -66,6 +67,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         env=dict(job.env),
     )
     _check_configs(given, settings)
+    JobKeys(settings.run_id, settings.etcd.prefix)  # refuses a name that cannot be part of an etcd key
     return settings
 
 

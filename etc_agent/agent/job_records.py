@@ -102,7 +102,7 @@ class RecordReader:
                 return Generation.from_json(json.loads(item.value))
             if item.key.startswith(keys.acks_prefix):
                 return Ack.from_json(json.loads(item.value))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("%s holds something that is not ours (%s); it is left out", item.key, error)
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -41,6 +42,7 @@ _MAX_NAMES = 64
 def run_job(settings: JobSettings) -> int:
     """Run this node's part of the job. Returns the exit code for the shell; errors are one line on standard error."""
     _log_to_stderr()
+    log_root = Path(settings.launch_config.logs_specs.root_log_dir)
     try:
         with _early_signals(), ExitStack() as stack:
             agent = _assemble(settings, stack)
@@ -53,6 +55,8 @@ def run_job(settings: JobSettings) -> int:
         return 128 + received.number
     except SignalException as received:  # torchelastic's own handler was in place for a moment
         return 128 + int(received.sigval)
+    finally:
+        _remove_if_empty(log_root)
 
 
 def _assemble(settings: JobSettings, stack: ExitStack) -> NodeAgent:
@@ -114,6 +118,12 @@ def _log_folder(settings: JobSettings) -> Path | None:
     """Where the logs of this node's workers go, or None where torchrun would keep none."""
     root = settings.launch_config.logs_specs.root_log_dir
     return None if root == os.devnull else Path(root) / settings.run_id
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """torchrun makes a temporary log folder whether or not anything is logged; one without any file is in the way."""
+    if folder.is_dir() and not any(path.is_file() for path in folder.rglob("*")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

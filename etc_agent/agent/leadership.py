@@ -91,7 +91,8 @@ class Leadership:
             if (known.mod_revision if known else 0) != records.current_revision:
                 return self._catch_up(records)
             match decide(view):
-                case Wait(seconds):
+                case Wait(seconds, why):
+                    self._complain(logging.INFO, why)
                     self._write_status(records)
                     return seconds
                 case Describe(config):
@@ -100,9 +101,7 @@ class Leadership:
                     self._execute(write, records)
                     return 0.0
         except PlanError as error:
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                logger.error("no decision can be made, and training goes on as it is: %s", error)
+            self._complain(logging.ERROR, f"no decision can be made, and training goes on as it is: {error}")
             return _ASK_AGAIN_S
         except FencedError as error:
             logger.info("a decision was not written: %s", error)
@@ -111,6 +110,12 @@ class Leadership:
             logger.warning("the leader cannot write to etcd, and decides nothing until it can: %s", error)
             self._writer = None
         return 1.0
+
+    def _complain(self, level: int, what: str) -> None:
+        """Say it once."""
+        if what and what != self._complaint:
+            logger.log(level, what)
+        self._complaint = what
 
     def _catch_up(self, records: JobRecords) -> float:
         """Our mirror is behind our own last write, or somebody else has written `current`."""

@@ -110,6 +110,8 @@ class NodeAgent:
         self._signals: list[int] = []
         self._drain_deadline_s = self._drain_deadline = float("inf")
         self._is_stopping = False
+        self._reported = 0
+        self._workers_reported = -1
 
     def run(self) -> int:
         """Take part in the job until it ends or this node has left."""
@@ -122,7 +124,9 @@ class NodeAgent:
                 logger.error("this job's run id %r has been taken over by a later run; stopping", self._settings.run_id)
                 self._stop_now()
             if self._record.name in records.drains and self._drain_deadline == float("inf"):
-                self._set_drain_deadline(records.drains[self._record.name] or self._settings.timeouts.drain_s)
+                asked_s = records.drains[self._record.name]
+                self._set_drain_deadline(self._settings.timeouts.drain_s if asked_s is None else asked_s)
+            self._report(records)
             self._act(records)
             self._acknowledge(records)
             view = self._leadership.observe(records, self._mirror.connected_for_s)
@@ -177,6 +181,19 @@ class NodeAgent:
     def _stop_now(self) -> None:
         self._is_stopping = True
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
+
+    def _report(self, records: JobRecords) -> None:
+        """One line when this node's part in the job has changed; the leader says what changed in the job."""
+        committed = records.generations.get(records.current.committed)
+        if committed is None or committed.id == self._reported or records.current.outcome is not Outcome.RUNNING:
+            return
+        self._reported = committed.id
+        workers = len(member.indices(self._record.name, committed))
+        if workers == self._workers_reported:
+            return
+        self._workers_reported = workers
+        what = f"{workers} of {committed.config.num_ranks} workers" if workers else "a spare, waiting to be needed"
+        logger.info("%s is in generation %d: %s", self._record.name, committed.id, what)
 
     # ---- what this node owes --------------------------------------------------------------------------------------
 
@@ -274,7 +291,8 @@ class NodeAgent:
             if current.outcome is not Outcome.SUCCEEDED and records.leader != self._record.name:
                 logger.error("the job %s: %s", current.outcome, current.why)
             return current.exit_code
-        if self._signals or self._record.name in records.drains:
+        is_alone = all(node.name == self._record.name for node in records.nodes)
+        if (self._signals or self._record.name in records.drains) and (current.committed or not is_alone):
             members = [records.generations.get(g) for g in (current.committed, current.proposed)]
             if not any(g is not None and self._record.name in g.nodes for g in members):
                 logger.info("this node has left the job")

@@ -50,7 +50,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """This worker cannot take part in `generation`; training goes on in the present one."""
+    """This worker cannot take part in `generation`: training goes on in the present one, or, where the job was to start
+    in it, another config is tried."""
 
     type: ClassVar[str] = "refused"
     generation: int

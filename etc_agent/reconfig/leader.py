@@ -37,6 +37,8 @@ from etc_agent.reconfig.view import Decision, Describe, Policy, View, Wait, Writ
 from etc_agent.reconfig.wanted import Largest, Wanted, parse_wanted
 
 SIGTERM_EXIT_CODE = 143
+_MOST_SHOWN = 200
+"""Characters of a request that are repeated to whoever made it."""
 
 
 def decide(view: View) -> Decision:
@@ -65,10 +67,22 @@ def _start(view: View) -> Decision:
     if view.nodes and not view.usable:
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave before the job started")
     if len(view.usable) < policy.min_nodes:
-        return Wait()
+        here = f"{len(view.usable)} of at least {policy.min_nodes} nodes (--nnodes) are here"
+        if view.phase_s >= policy.below_min_s:
+            return _end(view, Outcome.FAILED, 1, f"{here} after {policy.below_min_s:g} s (timeouts.join_s)")
+        return Wait(policy.below_min_s - view.phase_s, f"waiting for nodes: {here}")
     if len(view.usable) < policy.max_nodes and view.quiet_s < policy.settle_s:
         return Wait(policy.settle_s - view.quiet_s)
     return _fresh(view, "start")
+
+
+def _without(view: View, committed: Generation, refusal: str) -> Decision:
+    """The model has refused the config it was started with: try another, unless just that one was asked for."""
+    if parse_wanted(view.current.wanted) == committed.config:
+        return _end(view, Outcome.FAILED, 1, refusal)
+    avoid = (*view.current.avoid, str(committed.config))
+    # Nothing of that generation is worth staying with.
+    return _fresh(replace(view, current=replace(view.current, avoid=avoid, committed=0)), refusal)
 
 
 def _fresh(view: View, reason: str) -> Decision:
@@ -88,7 +102,11 @@ def _fresh(view: View, reason: str) -> Decision:
         generation.id, str(config), 0, reason, "committed", started=config.num_ranks,
         stopped=view.committed.config.num_ranks if view.committed else 0,
     )
-    return Write(settled, generation=generation, history=started)
+    reply = None
+    if current.pending_scale and not _is_met(view, parse_wanted(current.wanted), config):
+        waiting = f"waiting for nodes: {reason}"
+        reply = Reply(current.wanted, current.pending_scale, Result.PENDING, waiting, generation.id)
+    return Write(settled, generation=generation, reply=reply, history=started)
 
 
 # ---- a committed generation, nothing on its way -------------------------------------------------------------------
@@ -100,6 +118,8 @@ def _steady(view: View, committed: Generation) -> Decision:
         return _end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
     if not view.usable:
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
+    if committed.is_fresh and (refusals := [ack.refused for ack in acks if ack.refused]):
+        return _without(view, committed, refusals[0])
     if (decision := _lost_or_failed(view, committed, acks)) is not None:
         return decision
     if any(ack.finished for ack in acks):
@@ -114,6 +134,10 @@ def _steady(view: View, committed: Generation) -> Decision:
         # It was accepted before the model could be asked.
         refused = Reply(view.current.wanted, view.current.pending_scale, Result.REFUSED, why)
         return Write(replace(view.current, wanted=view.current.wanted_before, pending_scale=0), reply=refused)
+    if view.current.pending_scale and _is_met(view, parse_wanted(view.current.wanted), committed.config):
+        message = f"the job runs as {committed.config}"
+        done = Reply(view.current.wanted, view.current.pending_scale, Result.DONE, message, committed.id)
+        return Write(replace(view.current, pending_scale=0), reply=done)
     return _adjust(view, committed, view.current, None)
 
 
@@ -138,7 +162,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         return kept
     if reply is None and not leaving and view.quiet_s < view.policy.settle_s:
         return Wait(view.policy.settle_s - view.quiet_s)
-    reason = _reason(committed, config, leaving, reply)
+    reason = _reason(current, committed, config, leaving)
     if not in_session(view):
         if view.phase_s < view.policy.start_s:
             return Write(current, reply=reply) if reply else Wait(view.policy.start_s - view.phase_s)
@@ -149,6 +173,8 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         previous=committed.id, reason=reason,
     )
     proposed = replace(current, proposed=generation.id, phase=Phase.PROPOSED, next_id=generation.id + 1)
+    if reply is None and _is_asked_for(current, config):
+        reply = Reply(current.wanted, current.pending_scale, Result.ACCEPTED, f"changing to {config}")
     return Write(proposed, generation=generation, reply=replace(reply, generation=generation.id) if reply else None)
 
 
@@ -181,9 +207,10 @@ def _placement(view: View, committed: Generation, config: ParallelConfig) -> Pla
 
 def _answer(view: View, request: Request) -> Decision:
     current = replace(view.current, handled_scale=request.revision)
+    shown = request.text if len(request.text) <= _MOST_SHOWN else request.text[:_MOST_SHOWN] + "..."
 
     def reply(result: Result, message: str) -> Reply:
-        return Reply(request.text, request.revision, result, message)
+        return Reply(shown, request.revision, result, message)
 
     try:
         wanted = parse_wanted(request.text)
@@ -363,7 +390,8 @@ def _restart_without(view: View, missing: list[str]) -> Decision:
     policy = view.policy
     if len(view.usable) < policy.min_nodes:
         if view.quiet_s < policy.below_min_s:
-            return Wait(policy.below_min_s - view.quiet_s)
+            here = f"{_names(missing)} was lost and {len(view.usable)} of at least {policy.min_nodes} nodes are here"
+            return Wait(policy.below_min_s - view.quiet_s, f"waiting for nodes: {here}")
         why = (
             f"{_names(missing)} was lost, nnodes wants at least {policy.min_nodes}, and nobody came in "
             f"{policy.below_min_s:g} s (timeouts.join_s)"
@@ -373,7 +401,12 @@ def _restart_without(view: View, missing: list[str]) -> Decision:
 
 
 def _end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:
-    return Write(replace(view.current, outcome=outcome, exit_code=exit_code, why=why, proposed=0, phase=Phase.IDLE))
+    current, reply = view.current, None
+    if current.pending_scale:
+        message = f"the job {outcome}: {why}"
+        reply = Reply(current.wanted, current.pending_scale, Result.REFUSED, message)
+    ended = replace(current, outcome=outcome, exit_code=exit_code, why=why, proposed=0, pending_scale=0)
+    return Write(replace(ended, phase=Phase.IDLE), reply=reply)
 
 
 # ---- words --------------------------------------------------------------------------------------------------------
@@ -388,9 +421,17 @@ def _names(nodes: Iterable[str]) -> str:
     return ", ".join(f"node {name}" for name in nodes)
 
 
-def _reason(committed: Generation, config: ParallelConfig, leaving: list[str], reply: Reply | None) -> str:
-    if reply is not None:
-        return f"asked for {reply.request}"
+def _is_asked_for(current: Current, config: ParallelConfig) -> bool:
+    """Whether `config` is a step towards a request that is yet to be met."""
+    wanted = parse_wanted(current.wanted)
+    if isinstance(wanted, ParallelConfig):
+        return current.pending_scale > 0 and wanted == config
+    return current.pending_scale > 0
+
+
+def _reason(current: Current, committed: Generation, config: ParallelConfig, leaving: list[str]) -> str:
+    if _is_asked_for(current, config):
+        return f"asked for {current.wanted}"
     if leaving:
         return f"{_names(leaving)} leaves"
     return "nodes came" if config.num_ranks > committed.config.num_ranks else "fewer slots are left"

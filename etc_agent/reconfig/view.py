@@ -134,9 +134,10 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to do until something changes, or until `seconds` have passed."""
+    """Nothing to do until something changes, or until `seconds` have passed. `why`: for people, where it matters."""
 
     seconds: float = float("inf")
+    why: str = ""
 
 
 Decision = Write | Describe | Wait

@@ -70,7 +70,7 @@ class Lease:
             log.warning("lease %x could not be revoked and ends in at most %d s: %s", self.id, self._ttl_s, error)
 
     def _keep_alive(self) -> None:
-        pause_s = self._ttl_s / 3
+        pause_s, is_renewed = self._ttl_s / 3, True
         while not self._closed.wait(pause_s):
             asked = time.monotonic()
             try:
@@ -85,8 +85,12 @@ class Lease:
             except EtcdError as error:
                 if self._closed.is_set():
                     return
-                log.warning("lease %x is not being renewed: %s", self.id, error)
-                pause_s = min(0.5, self._ttl_s / 6)
+                if is_renewed:
+                    log.warning("our lease in etcd is not being renewed, which is tried on: %s", error)
+                pause_s, is_renewed = min(0.5, self._ttl_s / 6), False
             else:
+                if not is_renewed:
+                    log.warning("etcd answers again; our lease is renewed")
+                is_renewed = True
                 self._deadline = asked + granted_s
                 pause_s = self._ttl_s / 3

@@ -177,7 +177,14 @@ class Session:
         if self._reconfiguration is not None:
             spare_the_collector()
         if not environment.is_joining:
-            self._live = start_fresh(environment, self._config, self._build, self._settings)
+            try:
+                self._live = start_fresh(environment, self._config, self._build, self._settings)
+            except ValueError as error:
+                # The model refuses this config; the agent may know of another.
+                if self._reconfiguration is not None:
+                    self._reconfiguration.introduce()
+                    self._reconfiguration.report(Refused(environment.generation, one_line(error)))
+                raise
         if self._reconfiguration is not None:
             self._reconfiguration.start()
             if environment.is_joining:
@@ -289,6 +296,8 @@ class Session:
 
 def _is_of_user_code(error: BaseException) -> bool:
     """Whether `error` is the job's own failure, not a request to stop or a lost peer (which others report)."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
     if not isinstance(error, Exception) or isinstance(error, dist.DistError | SwitchError):
         return False
     return not (isinstance(error, RuntimeError) and "gloo" in str(error).lower())

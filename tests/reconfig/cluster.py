@@ -14,7 +14,18 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig import member
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import WorkerView
-from etc_agent.reconfig.records import Ack, Current, Failure, History, NodeRecord, NodeState, Outcome, Reply, Request
+from etc_agent.reconfig.records import (
+    Ack,
+    Current,
+    Failure,
+    FailureKind,
+    History,
+    NodeRecord,
+    NodeState,
+    Outcome,
+    Reply,
+    Request,
+)
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
@@ -139,12 +150,24 @@ class Cluster:
             match action:
                 case member.Start(index, generation, _):
                     self.num_started += 1
-                    workers[index] = WorkerView(index, generation.id, in_session=self.hooked)
+                    workers[index] = self._started(index, generation)
                 case member.Stop(index) | member.Expect(index):
                     workers[index] = replace(workers[index], exit_code=0 if workers[index].switched else 143)
                 case member.Tell(index, generation_id, message):
                     workers[index] = self._hear(workers[index], generation_id, message)
         return self._acknowledge(name) or bool(actions)
+
+    def _started(self, index: int, generation: Generation) -> WorkerView:
+        worker = WorkerView(index, generation.id, in_session=self.hooked)
+        if not generation.is_fresh or str(generation.config) not in self.refuses:
+            return worker
+        why = self.refuses[str(generation.config)]
+        return replace(
+            worker,
+            exit_code=1,
+            failure=Failure(f"x/{index}", FailureKind.RAISED, 1, why),
+            refused={generation.id: Refused(generation.id, why)},
+        )
 
     def _hear(self, worker: WorkerView, generation_id: int, message: object) -> WorkerView:
         told = worker.told | {(message.type, generation_id)}  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from cluster import Cluster
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase, Result
 from etc_agent.reconfig.view import Policy
 
@@ -392,3 +393,84 @@ def test_nodes_of_unequal_slots_are_filled() -> None:
     cluster.join("b", num_slots=3)
     cluster.run()
     assert cluster.committed.config.num_ranks == 4
+
+
+def test_a_model_that_refuses_the_first_config_is_started_with_another() -> None:
+    cluster = Cluster(Policy(1, 1, num_slots=3), refuses={"PP1TP1DP3": "4 samples cannot be divided over dp=3"})
+    cluster.join("a", num_slots=3)
+    cluster.run()
+    assert cluster.config != "PP1TP1DP3"
+    assert cluster.current.outcome is Outcome.RUNNING
+    assert cluster.current.restarts == 0
+    cluster.assert_consistent()
+
+
+def test_a_model_that_refuses_the_config_that_was_asked_for_ends_the_job_with_its_reason() -> None:
+    policy = Policy(1, 1, num_slots=4, initial=ParallelConfig(tp=3))
+    cluster = Cluster(policy, refuses={"PP1TP3DP1": "4 heads over tp=3"})
+    cluster.join("a", num_slots=4)
+    cluster.run()
+    assert cluster.current.outcome is Outcome.FAILED
+    assert cluster.current.why == "4 heads over tp=3"
+
+
+def test_after_a_loss_a_config_that_the_model_refuses_costs_no_restart() -> None:
+    refuses = {"PP1TP1DP3": "no", "PP3TP1DP1": "no", "PP1TP3DP1": "no"}
+    cluster = Cluster(Policy(1, 2, num_slots=3), refuses=refuses)
+    cluster.join("a", num_slots=3)
+    cluster.join("b", num_slots=3)
+    cluster.run()
+    cluster.descriptions.clear()
+    cluster.lose("b")
+    cluster.run()
+    assert cluster.committed.config.num_ranks == 2
+    assert cluster.current.restarts == 0
+
+
+def test_a_job_that_lacks_nodes_at_its_start_says_so_and_ends_in_time() -> None:
+    cluster = started(Policy(2, 2, num_slots=1), "a")
+    assert "1 of at least 2 nodes" in decide(cluster.view()).why  # type: ignore[union-attr]
+    cluster.phase_s = 1e9
+    cluster.run()
+    assert cluster.current.outcome is Outcome.FAILED
+    assert "timeouts.join_s" in cluster.current.why
+
+
+def test_a_request_that_is_met_by_a_restart_is_answered() -> None:
+    cluster = Cluster(ONE_NODE, hooked=False)
+    cluster.join("a", num_slots=4)
+    cluster.run()
+    cluster.ask("4")
+    cluster.run()
+    cluster.phase_s = 1e9
+    cluster.run()
+    assert cluster.replies[-1].result is Result.DONE
+    assert cluster.history[2].reason == "asked for 4"
+
+
+def test_a_request_that_a_loss_puts_off_is_pending_again() -> None:
+    cluster = started(ELASTIC, "a")
+    cluster.join("b")
+    cluster.run()
+    cluster.is_slow = True
+    cluster.ask("3")
+    cluster.run()
+    cluster.lose("b")
+    cluster.run()
+    assert cluster.replies[-1].result is Result.PENDING
+    cluster.is_slow = False
+    cluster.join("c")
+    cluster.run()
+    assert cluster.replies[-1].result is Result.DONE
+    assert cluster.committed.config.num_ranks == 3
+
+
+def test_the_end_of_the_job_answers_an_open_request() -> None:
+    cluster = one_node()
+    cluster.is_slow = True
+    cluster.ask("4")
+    cluster.run()
+    cluster.finish()
+    cluster.run()
+    assert cluster.replies[-1].result is Result.REFUSED
+    assert "the job succeeded" in cluster.replies[-1].message
