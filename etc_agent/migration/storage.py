@@ -130,19 +130,24 @@ class OnDemand:
         if self._device.type != "cpu" or not can_map:
             return False
         # In the order of their coming: a huge page that reaches into the next tensor is then not early by much.
-        parcels, size = lay_out(shard for step in (*lifetimes.local, *lifetimes.rounds) for shard in step.opens)
+        coming = [shard for step in (*lifetimes.local, *lifetimes.rounds) for shard in step.opens]
+        parcels, size = lay_out(coming)
         if size:
             try:
                 memory = Mapped(size)
             except OSError:
                 return False
             memory.prefer_huge_pages()
-            self._reserved = tensors_of(memory, parcels)
+            tensors = tensors_of(memory, parcels)
+            self._reserved = {shard: tensors[shard] for shard in coming if shard in tensors}
             self._to_come_bytes = sum(shard.num_bytes for shard in self._reserved)
         return True
 
     def touch_ahead(self, limit_bytes: int) -> None:
-        """Give memory now to the first tensors to come, up to `limit_bytes`: what a worker grows by need not wait."""
+        """Give memory now to the first tensors to come, up to `limit_bytes`: what a worker grows by need not wait.
+
+        The first ones, so that all of them are open before any other opens, and the peak is what it was.
+        """
         for shard, tensor in self._reserved.items():
             if self._touched_bytes + shard.num_bytes > limit_bytes or not prefault(tensor):
                 break
