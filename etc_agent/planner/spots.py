@@ -201,54 +201,59 @@ class Spots:
     def _ranks_to_all(self, keep: Keep, nodes: list[int]) -> NDArray[np.intp]:
         """Ranks to slots of all of `nodes`: what the node keeps first, what the slot keeps second."""
         where = np.flatnonzero(np.isin(self.node_of_slot, nodes))
-        value = keep.on_node[:, self.node_of_slot[where]] + LOCAL * keep.on_slot[:, where]
-        if self.pinned or self.num_ranks <= _MANY:
-            chosen = np.full(self.num_ranks, -1, dtype=np.intp)
+        chosen = np.full(self.num_ranks, -1, dtype=np.intp)
+        if self.num_ranks <= _MANY:
+            value = keep.on_node[:, self.node_of_slot[where]] + LOCAL * keep.on_slot[:, where]
             free = Keep(keep.class_of_rank, keep.on_node, np.zeros_like(keep.on_slot), keep.home)
             free.on_slot[:, where] = value
             self.ranks_to_slots(np.arange(self.num_ranks), where, free, chosen, stay=LOCAL)
             return chosen
+        for rank, slot in self.pinned.items():
+            chosen[rank] = slot
+        ranks, where = np.flatnonzero(chosen < 0), np.setdiff1d(where, chosen)
+        value = keep.on_node[:, self.node_of_slot[where]] + LOCAL * keep.on_slot[:, where]
         columns, kind_of_slot = np.unique(value, axis=1, return_inverse=True)
-        return where[assign_rows(columns, keep.class_of_rank, kind_of_slot)]
+        chosen[ranks] = where[assign_rows(columns, keep.class_of_rank[ranks], kind_of_slot)]
+        return chosen
 
     def _groups_to_nodes(self, keep: Keep, nodes: list[int]) -> NDArray[np.intp]:
-        """Group -> node; -1 for groups that fit nowhere whole."""
+        """Group -> node; -1 for groups that fit nowhere whole. Groups with pinned ranks come first."""
         size = self.group_size
+        result = np.full(self.num_groups, -1, dtype=np.intp)
+        room = self.capacity[nodes] // size
+        homes = self._homes_of_pinned_groups()
+        for group, (node, *others) in homes.items():
+            at = nodes.index(node)
+            if not others and room[at] > 0:
+                result[group] = node
+                room[at] -= 1
+        groups = np.setdiff1d(np.arange(self.num_groups), list(homes))
+        places = np.repeat(np.arange(len(nodes)), room)
+        if not len(places) or not len(groups):
+            return result
         best_slot = np.maximum.reduceat(keep.on_slot, self.first_slot[:-1], axis=1)
         by_class = (keep.on_node + LOCAL * best_slot)[:, nodes]
-        members = keep.class_of_rank.reshape(self.num_groups, size)
+        members = keep.class_of_rank.reshape(self.num_groups, size)[groups]
         kinds, class_of_group = np.unique(members, axis=0, return_inverse=True)
         value = np.asarray(by_class[kinds].sum(axis=1), dtype=np.float64)
-        places = np.repeat(np.arange(len(nodes)), self.capacity[nodes] // size)
-        result = np.full(self.num_groups, -1, dtype=np.intp)
-        if not len(places):
-            return result
-        if self.pinned or self.num_ranks <= _MANY:
-            rows = value[class_of_group]
-            homes = keep.home.reshape(self.num_groups, size)
-            node_of_home = np.where(homes >= 0, self.node_of_slot[homes], -1)
+        if self.num_ranks <= _MANY:
+            at_home = keep.home.reshape(self.num_groups, size)[groups]
+            node_of_home = np.where(at_home >= 0, self.node_of_slot[at_home], -1)
             stays = (node_of_home[:, :, None] == np.array(nodes)[None, None, :]).sum(axis=1)
-            rows = rows + stays * (0.25 * LOCAL / (self.num_ranks + 1))
-            self._forbid(rows, nodes)
-            columns, kind_of_column = np.unique(rows, axis=1, return_inverse=True)
-            values, kind_of_row = np.unique(columns, axis=0, return_inverse=True)
-            at = assign_rows(values, kind_of_row, kind_of_column[places])
-            fits = at >= 0
-            fits[fits] = rows[np.flatnonzero(fits), places[at[fits]]] > -1e17
-        else:
-            columns, kind_of_node = np.unique(value, axis=1, return_inverse=True)
-            at = assign_rows(columns, class_of_group, kind_of_node[places])
-            fits = at >= 0
-        result[fits] = np.array(nodes)[places[at[fits]]]
+            value = value[class_of_group] + stays * (0.25 * LOCAL / (self.num_ranks + 1))
+            value, class_of_group = np.unique(value, axis=0, return_inverse=True)
+        columns, kind_of_node = np.unique(value, axis=1, return_inverse=True)
+        chosen = assign_rows(columns, class_of_group, kind_of_node[places])
+        fits = chosen >= 0
+        result[groups[fits]] = np.array(nodes)[places[chosen[fits]]]
         return result
 
-    def _forbid(self, rows: NDArray[np.float64], nodes: Sequence[int]) -> None:
-        """Make every node but the pinned one worthless for a group with a pinned rank."""
-        homes: dict[int, set[int]] = {}
+    def _homes_of_pinned_groups(self) -> dict[int, list[int]]:
+        """Group -> the nodes that its ranks are pinned to."""
+        homes: dict[int, dict[int, None]] = {}
         for rank, slot in self.pinned.items():
-            homes.setdefault(rank // self.group_size, set()).add(int(self.node_of_slot[slot]))
-        for group, where in homes.items():
-            rows[group, [index for index, node in enumerate(nodes) if where != {node}]] = -1e18
+            homes.setdefault(rank // self.group_size, {})[int(self.node_of_slot[slot])] = None
+        return {group: list(found) for group, found in homes.items()}
 
     def _make_room_for_pins(self, node_of_group: NDArray[np.intp]) -> None:
         """Tear groups, the last first, from nodes whose slots are pinned to ranks of groups that live elsewhere."""
