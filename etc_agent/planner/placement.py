@@ -178,12 +178,14 @@ class _Search:
         chosen = self.spots.assign(self.keep, nodes)
         if self.spots.num_ranks > MAX_ASSIGNED:
             return chosen
+        seconds, _, everything, _ = self._order(chosen, "time")
+        soonest = least == "time" and seconds <= self._bound(nodes, seconds) * _GOOD_ENOUGH
+        if least == "time" and self.spots.num_ranks**2 > MAX_VARIABLES:  # too large to be solved exactly
+            return chosen if soonest else self._exchange(chosen, nodes, least)
         cheapest = self._cheapest(nodes)
         if least == "bytes" and self.spots.group_size == 1:
             return self._exchange(cheapest, nodes, least)
-        seconds, _, everything, _ = self._order(chosen, "time")
         fewest = (self.needed[self.keep.class_of_rank] - self.keep.on_slot[self.keep.class_of_rank, cheapest]).sum()
-        soonest = least == "time" and seconds <= self._bound(nodes, seconds) * _GOOD_ENOUGH
         if everything <= fewest and (soonest or least == "bytes"):
             return chosen
         small = self._small(chosen, nodes)

@@ -227,23 +227,23 @@ class Spots:
             if not others and room[at] > 0:
                 result[group] = node
                 room[at] -= 1
-        groups = np.setdiff1d(np.arange(self.num_groups), list(homes))
+        groups = np.array([group for group in range(self.num_groups) if group not in homes], dtype=np.intp)
         places = np.repeat(np.arange(len(nodes)), room)
         if not len(places) or not len(groups):
             return result
         best_slot = np.maximum.reduceat(keep.on_slot, self.first_slot[:-1], axis=1)
         by_class = (keep.on_node + LOCAL * best_slot)[:, nodes]
         members = keep.class_of_rank.reshape(self.num_groups, size)[groups]
-        kinds, class_of_group = np.unique(members, axis=0, return_inverse=True)
-        value = np.asarray(by_class[kinds].sum(axis=1), dtype=np.float64)
         if self.num_ranks <= _MANY:
             at_home = keep.home.reshape(self.num_groups, size)[groups]
             node_of_home = np.where(at_home >= 0, self.node_of_slot[at_home], -1)
             stays = (node_of_home[:, :, None] == np.array(nodes)[None, None, :]).sum(axis=1)
-            value = value[class_of_group] + stays * (0.25 * LOCAL / (self.num_ranks + 1))
-            value, class_of_group = np.unique(value, axis=0, return_inverse=True)
-        columns, kind_of_node = np.unique(value, axis=1, return_inverse=True)
-        chosen = assign_rows(columns, class_of_group, kind_of_node[places])
+            value = by_class[members].sum(axis=1) + stays * (0.25 * LOCAL / (self.num_ranks + 1))
+            chosen = assign_rows(value, np.arange(len(groups)), places)
+        else:
+            kinds, class_of_group = np.unique(members, axis=0, return_inverse=True)
+            value, kind_of_node = np.unique(by_class[kinds].sum(axis=1), axis=1, return_inverse=True)
+            chosen = assign_rows(value, class_of_group, kind_of_node[places])
         fits = chosen >= 0
         result[groups[fits]] = np.array(nodes)[places[chosen[fits]]]
         return result
