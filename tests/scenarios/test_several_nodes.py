@@ -17,8 +17,8 @@ def node(
     tmp_path: Path, server: EtcdServer, number: int, *script: object, run_id: str = "job", nnodes: str = "1:3"
 ) -> EtcRun:
     return EtcRun(
-        "--nnodes", nnodes, "--nproc-per-node", 1, "--rdzv-id", run_id, "--etcd-endpoints", server.endpoint,
-        "--local-addr", f"127.0.0.{number}", *script, cwd=tmp_path,
+        "--nnodes", nnodes, "--nproc-per-node", 1, "--rdzv-id", run_id, "--rdzv-conf", "lease_s=4",
+        "--etcd-endpoints", server.endpoint, "--local-addr", f"127.0.0.{number}", *script, cwd=tmp_path,
     )
 
 
