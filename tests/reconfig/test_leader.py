@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import pytest
 from cluster import Cluster
+from jobs import ELASTIC, ONE_NODE, one_node, started
 
-from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase, Result
+from etc_agent.reconfig.records import Outcome, Phase, Result
 from etc_agent.reconfig.view import Policy
-
-
-def started(policy: Policy, *nodes: str, **options: object) -> Cluster:
-    cluster = Cluster(policy, **options)  # type: ignore[arg-type]
-    for node in nodes:
-        cluster.join(node)
-    cluster.run()
-    return cluster
-
-
-ONE_NODE = Policy(1, 1, num_slots=4, initial=ParallelConfig(pp=2))
-ELASTIC = Policy(1, 3, num_slots=2)
-
-
-def one_node() -> Cluster:
-    cluster = Cluster(ONE_NODE)
-    cluster.join("a", num_slots=4)
-    cluster.run()
-    return cluster
 
 
 def test_a_job_starts_with_its_initial_config_on_the_first_slots() -> None:
@@ -193,142 +174,6 @@ def test_a_drain_withdraws_a_generation_that_needs_the_node() -> None:
     cluster.assert_consistent()
 
 
-def test_a_lost_node_restarts_the_rest() -> None:
-    cluster = started(ELASTIC, "a", "b")
-    cluster.lose("a")
-    cluster.run()
-    assert cluster.committed.nodes == ("b",)
-    assert cluster.committed.is_fresh
-    assert cluster.current.restarts == 0, "a lost node is not the job's failure"
-
-
-def test_a_new_leader_waits_one_lease_time_before_it_believes_that_a_node_is_gone() -> None:
-    cluster = started(ELASTIC, "a", "b")
-    cluster.connected_s = 1.0
-    cluster.lose("a")
-    cluster.run()
-    assert cluster.current.committed == 1
-    cluster.connected_s = 1e9
-    cluster.run()
-    assert cluster.committed.nodes == ("b",)
-
-
-def test_a_migration_that_was_voted_down_leaves_the_job_as_it_was() -> None:
-    cluster = one_node()
-    cluster.votes_down = "a worker ran out of memory"
-    cluster.ask("PP2TP2DP1")
-    cluster.run()
-    assert cluster.config == "PP2TP1DP1"
-    assert not any(ack.failure for ack in cluster.acks.values())
-    assert cluster.replies[-1].result is Result.REFUSED
-    assert "out of memory" in cluster.replies[-1].message
-    cluster.assert_consistent()
-
-
-def test_a_restart_does_not_ask_dead_workers_about_the_model() -> None:
-    cluster = started(ELASTIC, "a", "b")
-    cluster.descriptions.clear()
-    lost = Failure("b/0", FailureKind.PEER_LOST, 1, "Connection closed by peer")
-    cluster.fail("b", 0, lost)
-    cluster.fail("b", 1, lost)
-    cluster.lose("a")
-    cluster.lead()
-    assert cluster.committed.is_fresh
-    assert cluster.descriptions == {}
-
-
-def test_below_the_smallest_number_the_job_waits_then_fails() -> None:
-    cluster = started(Policy(2, 2, num_slots=2), "a", "b")
-    cluster.is_quiet = False
-    cluster.lose("a")
-    cluster.run()
-    assert cluster.current.outcome is Outcome.RUNNING
-    cluster.is_quiet = True
-    cluster.run()
-    assert cluster.current.outcome is Outcome.FAILED
-    assert "nnodes wants at least 2" in cluster.current.why
-
-
-def test_a_raising_worker_uses_up_the_restart_budget_then_ends_the_job_with_its_exit_code() -> None:
-    cluster = Cluster(Policy(1, 1, num_slots=2, max_restarts=1))
-    cluster.join("a")
-    cluster.run()
-    bug = Failure("a/1", FailureKind.RAISED, 3, "ValueError: bad")
-    cluster.fail("a", 1, bug)
-    cluster.run()
-    assert cluster.committed.id == 2
-    assert cluster.committed.is_fresh
-    assert cluster.current.restarts == 1
-    cluster.fail("a", 1, bug)
-    cluster.run()
-    assert cluster.current.outcome is Outcome.FAILED
-    assert cluster.current.exit_code == 3
-    assert "ValueError: bad" in cluster.current.why
-
-
-def test_the_cause_is_named_and_not_the_peer_that_noticed() -> None:
-    cluster = started(Policy(1, 1, num_slots=2), "a")
-    cluster.fail("a", 0, Failure("a/0", FailureKind.PEER_LOST, 1, "Connection reset by peer"))
-    cluster.fail("a", 1, Failure("a/1", FailureKind.KILLED, 137, "killed by SIGKILL"))
-    cluster.run()
-    assert cluster.current.exit_code == 137
-    assert "SIGKILL" in cluster.current.why
-
-
-def test_a_lost_peer_waits_for_the_lease_of_a_dead_node() -> None:
-    cluster = started(ELASTIC, "a", "b")
-    cluster.fail("b", 0, Failure("b/0", FailureKind.PEER_LOST, 1, "Connection reset by peer"))
-    cluster.run()
-    assert cluster.current.outcome is Outcome.RUNNING
-    assert cluster.current.committed == 1
-    cluster.failed_s = 1e9
-    cluster.run()
-    assert cluster.current.outcome is Outcome.FAILED
-
-
-def test_a_lost_peer_waits_for_the_one_that_raised() -> None:
-    cluster = started(Policy(1, 1, num_slots=2), "a")
-    cluster.fail("a", 0, Failure("a/0", FailureKind.PEER_LOST, 1, "Connection reset by peer"))
-    cluster.run()
-    assert cluster.current.outcome is Outcome.RUNNING
-    cluster.fail("a", 1, Failure("a/1", FailureKind.RAISED, 1, "ValueError: the cause"))
-    cluster.run()
-    assert "ValueError: the cause" in cluster.current.why
-
-
-def test_a_worker_that_refuses_withdraws_the_generation_and_the_request() -> None:
-    cluster = one_node()
-    cluster.refusing = "out of memory"
-    cluster.ask("4")
-    cluster.run()
-    assert cluster.config == "PP2TP1DP1"
-    assert cluster.current.wanted == "PP2TP1DP1"
-    assert cluster.replies[-1].result is Result.REFUSED
-    assert "out of memory" in cluster.replies[-1].message
-    assert cluster.history[2].outcome == "withdrawn"
-    cluster.assert_consistent()
-
-
-def test_a_refused_growth_is_not_tried_for_ever() -> None:
-    cluster = started(ELASTIC, "a")
-    cluster.refusing = "no"
-    cluster.join("b")
-    cluster.run()
-    assert cluster.config == "PP1TP1DP2"
-
-
-def test_a_generation_that_is_not_ready_in_time_is_withdrawn() -> None:
-    cluster = one_node()
-    cluster.is_slow = True
-    cluster.ask("PP2TP2DP1")
-    cluster.run()
-    assert cluster.current.phase is Phase.PROPOSED
-    cluster.phase_s = 1e9
-    cluster.run()
-    assert cluster.current.phase is Phase.IDLE
-    assert "timeouts.prepare_s" in cluster.replies[-1].message
-
-
 def test_a_request_during_a_change_waits_and_the_last_one_wins() -> None:
     cluster = one_node()
     cluster.is_slow = True
@@ -395,38 +240,6 @@ def test_nodes_of_unequal_slots_are_filled() -> None:
     assert cluster.committed.config.num_ranks == 4
 
 
-def test_a_model_that_refuses_the_first_config_is_started_with_another() -> None:
-    cluster = Cluster(Policy(1, 1, num_slots=3), refuses={"PP1TP1DP3": "4 samples cannot be divided over dp=3"})
-    cluster.join("a", num_slots=3)
-    cluster.run()
-    assert cluster.config != "PP1TP1DP3"
-    assert cluster.current.outcome is Outcome.RUNNING
-    assert cluster.current.restarts == 0
-    cluster.assert_consistent()
-
-
-def test_a_model_that_refuses_the_config_that_was_asked_for_ends_the_job_with_its_reason() -> None:
-    policy = Policy(1, 1, num_slots=4, initial=ParallelConfig(tp=3))
-    cluster = Cluster(policy, refuses={"PP1TP3DP1": "4 heads over tp=3"})
-    cluster.join("a", num_slots=4)
-    cluster.run()
-    assert cluster.current.outcome is Outcome.FAILED
-    assert cluster.current.why == "4 heads over tp=3"
-
-
-def test_after_a_loss_a_config_that_the_model_refuses_costs_no_restart() -> None:
-    refuses = {"PP1TP1DP3": "no", "PP3TP1DP1": "no", "PP1TP3DP1": "no"}
-    cluster = Cluster(Policy(1, 2, num_slots=3), refuses=refuses)
-    cluster.join("a", num_slots=3)
-    cluster.join("b", num_slots=3)
-    cluster.run()
-    cluster.descriptions.clear()
-    cluster.lose("b")
-    cluster.run()
-    assert cluster.committed.config.num_ranks == 2
-    assert cluster.current.restarts == 0
-
-
 def test_a_job_that_lacks_nodes_at_its_start_says_so_and_ends_in_time() -> None:
     cluster = started(Policy(2, 2, num_slots=1), "a")
     assert "1 of at least 2 nodes" in decide(cluster.view()).why  # type: ignore[union-attr]
@@ -446,23 +259,6 @@ def test_a_request_that_is_met_by_a_restart_is_answered() -> None:
     cluster.run()
     assert cluster.replies[-1].result is Result.DONE
     assert cluster.history[2].reason == "asked for 4"
-
-
-def test_a_request_that_a_loss_puts_off_is_pending_again() -> None:
-    cluster = started(ELASTIC, "a")
-    cluster.join("b")
-    cluster.run()
-    cluster.is_slow = True
-    cluster.ask("3")
-    cluster.run()
-    cluster.lose("b")
-    cluster.run()
-    assert cluster.replies[-1].result is Result.PENDING
-    cluster.is_slow = False
-    cluster.join("c")
-    cluster.run()
-    assert cluster.replies[-1].result is Result.DONE
-    assert cluster.committed.config.num_ranks == 3
 
 
 def test_the_end_of_the_job_answers_an_open_request() -> None:
