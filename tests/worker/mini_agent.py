@@ -209,11 +209,13 @@ class MiniAgent:
         (self.directory / "last.part").rename(self.directory / "last")
         return last
 
-    def finish(self) -> dict[Slot, int | None]:
+    def finish(self) -> dict[Slot, int]:
         """Wait until every worker has ended by itself; their exit codes."""
         for worker in self.workers.values():
             worker.process.join(self._timeout_s)
-        return {slot: worker.process.exitcode for slot, worker in self.workers.items()}
+        ended = {slot: worker.process.exitcode for slot, worker in self.workers.items()}
+        assert None not in ended.values(), f"still running after {self._timeout_s} s: {ended}"
+        return ended
 
     def _see_off(self, slot: Slot) -> None:
         worker = self.workers.pop(slot)

@@ -63,6 +63,7 @@ def test_a_scripts_own_state_follows_the_rule_that_it_declares(tmp_path: Path) -
         for config in ("DP3", "TP2"):
             agent.change(config)
             agent.first_steps()
+        agent.last_step_in(10)
         agent.finish()
         lines = agent.steps()
     steps: dict[int, set[int]] = {}
