@@ -8,7 +8,7 @@ GPU).
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,23 @@ class Work(Protocol):
     """An operation in flight."""
 
     def wait(self, timeout: datetime.timedelta) -> bool: ...
+
+
+class _FailedWork:
+    """An operation that could not even be started: a peer is known to be gone. Waiting for it says so."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, timeout: datetime.timedelta) -> bool:
+        raise self._error
+
+
+def _start(operation: Callable[[list[torch.Tensor], int, int], Work], peer: int, tag: int, buffer: torch.Tensor) -> Work:
+    try:
+        return operation([buffer], peer, tag)
+    except RuntimeError as error:
+        return _FailedWork(error)
 
 
 class Wire:
@@ -48,7 +65,7 @@ class Wire:
         return torch.device("cuda", torch.cuda.current_device()) if self.is_nccl else torch.device("cpu")
 
     def post(self, receives: Sequence[Operation], sends: Iterable[Operation]) -> tuple[list[Work], list[Work]]:
-        """Start receives and sends without waiting for any.
+        """Start receives and sends without waiting for any. What cannot be started fails when it is waited for.
 
         Args:
             sends: may pack each message when it is asked for it: with gloo, those before it are on their way by then.
@@ -59,8 +76,8 @@ class Wire:
         if self.is_nccl:
             return self._post_grouped(receives, list(sends))
         # Receives first: a gloo sender that finds its receiver waiting starts at once.
-        received = [self._group.recv([buffer], peer, tag) for peer, tag, buffer in receives]
-        return received, [self._group.send([buffer], peer, tag) for peer, tag, buffer in sends]
+        received = [_start(self._group.recv, *operation) for operation in receives]
+        return received, [_start(self._group.send, *operation) for operation in sends]
 
     def _post_grouped(self, receives: Sequence[Operation], sends: Sequence[Operation]) -> tuple[list[Work], list[Work]]:
         """One group launch for all: receives launched before sends would wait for each other across workers. NCCL has
