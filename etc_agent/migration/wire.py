@@ -33,9 +33,9 @@ class _FailedWork:
         raise self._error
 
 
-def _start(operation: Callable[[list[torch.Tensor], int, int], Work], peer: int, tag: int, buffer: torch.Tensor) -> Work:
+def _start(post: Callable[[list[torch.Tensor], int, int], Work], peer: int, tag: int, buffer: torch.Tensor) -> Work:
     try:
-        return operation([buffer], peer, tag)
+        return post([buffer], peer, tag)
     except RuntimeError as error:
         return _FailedWork(error)
 
