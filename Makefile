@@ -16,6 +16,8 @@ TORCH ?= $(if $(wildcard /dev/nvidiactl),torch,torch==2.13.0)
 STAMP := $(VENV)/.installed
 # Arguments for scripts/run_demo.py.
 DEMO ?=
+# Test files run beside each other: most of them wait for other processes most of the time.
+TEST_JOBS ?= 3
 
 export OMP_NUM_THREADS ?= 1
 
@@ -35,7 +37,7 @@ run: setup
 	$(BIN)/python scripts/run_demo.py $(DEMO)
 
 test: setup lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .
