@@ -187,6 +187,7 @@ class Job(Section):
     model: ModelSection = ModelSection()
     global_batch: PositiveInt | None = None
     max_restarts: Annotated[int, Field(ge=0)] | None = None
+    alike_failures: Annotated[int, Field(ge=0)] = 3
     monitor_interval_s: Seconds | None = None
     timeouts: TimeoutsSection = TimeoutsSection()
     logs: LogsSection = LogsSection()

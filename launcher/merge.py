@@ -62,6 +62,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         model=job.model_facts,
         global_batch=job.global_batch,
         max_restarts=launch_config.max_restarts,
+        alike_failures=job.alike_failures,
         monitor_interval_s=launch_config.monitor_interval,
         timeouts=timeouts,
         env=dict(job.env),

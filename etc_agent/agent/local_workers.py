@@ -60,6 +60,7 @@ class LocalWorker:
             self.slot.index,
             self.started_for,
             in_session=self.channel is not None,
+            has_stepped=self.progress is not None,
             exit_code=self.exit_code,
             failure=self._failure() if self.exit_code is not None else None,
             told=frozenset(self.told),

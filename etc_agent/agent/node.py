@@ -318,6 +318,7 @@ def policy_of(settings: JobSettings) -> Policy:
         allowed=settings.allowed,
         refuse=settings.refusal,
         max_restarts=settings.max_restarts,
+        alike_failures=settings.alike_failures,
         pack=settings.pack,
         settle_s=timeouts.settle_s,
         prepare_s=timeouts.prepare_s,

@@ -86,7 +86,8 @@ class JobSettings:
     no torch. `num_slots`: workers per node. `standalone`: this node is the whole job and starts its own etcd.
     `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that may be
     chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks. `node_rank`: only
-    where the user gave one. `env`: added to every worker's environment.
+    where the user gave one. `alike_failures`: so many failures alike before the first step end the job, 0 for never.
+    `env`: added to every worker's environment.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -106,6 +107,7 @@ class JobSettings:
     model: ModelFacts = field(default_factory=ModelFacts)
     global_batch: int | None = None
     max_restarts: int = 0
+    alike_failures: int = 3
     monitor_interval_s: float = 0.1
     timeouts: Timeouts = field(default_factory=Timeouts)
     env: Mapping[str, str] = field(default_factory=dict)

@@ -10,7 +10,6 @@ years of faults can be replayed in milliseconds. The life of a generation:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from etc_agent.parallel.config import ParallelConfig
@@ -18,22 +17,20 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Placement, Slot
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.planner.placement import place
+from etc_agent.reconfig.failures import GiveUp, StartAnew, Verdict, judge, names, without
 from etc_agent.reconfig.records import (
     Ack,
     Current,
-    Failure,
-    FailureKind,
     History,
     Outcome,
     Phase,
     Reply,
     Request,
     Result,
-    first_cause,
     slowest,
 )
 from etc_agent.reconfig.sizing import NotDescribed, check, in_session, meeting, target
-from etc_agent.reconfig.view import Decision, Describe, Policy, View, Wait, Write
+from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
 from etc_agent.reconfig.wanted import Largest, Wanted, parse_wanted
 
 SIGTERM_EXIT_CODE = 143
@@ -151,12 +148,12 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         if not leaving:
             return kept
         if current.avoid:
-            reason = f"{_names(leaving)} leaves and its workers could not hand over their state"
+            reason = f"{names(leaving)} leaves and its workers could not hand over their state"
             return _fresh(replace(view, current=replace(current, avoid=())), reason)
-        why = f"{_names(leaving)} must leave, and the rest is too small: {error}"
+        why = f"{names(leaving)} must leave, and the rest is too small: {error}"
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
     if leaving and len(view.usable) < view.policy.min_nodes:
-        why = f"{_names(leaving)} must leave, and nnodes wants at least {view.policy.min_nodes}"
+        why = f"{names(leaving)} must leave, and nnodes wants at least {view.policy.min_nodes}"
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
     if config == committed.config and not leaving:
         return kept
@@ -260,8 +257,8 @@ def _follow(view: View, committed: Generation, proposed: Generation) -> Decision
     if (decision := _lost_or_failed(view, committed, old + new if armed else old)) is not None:
         return decision
     if armed:
-        if missing := view.lost(nodes):
-            return _restart_without(view, missing)
+        if (missing := view.lost(nodes)) and (decision := _carry_out(view, without(view, missing))) is not None:
+            return decision
         if refusals := [ack for ack in new if ack.refused]:
             # The migration was voted down, so nobody is in the new generation and nobody will be.
             return _withdraw(view, proposed, f"{refusals[0].node}: {refusals[0].refused}", give_up=True)
@@ -283,7 +280,7 @@ def _prepare(view: View, committed: Generation, proposed: Generation, old: list[
         return _withdraw(view, proposed, "the job is finishing", give_up=True)
     gone = [node for node in proposed.nodes if node not in view.live or node in view.leaving]
     if gone:
-        return _withdraw(view, proposed, f"{_names(gone)} left before it was ready", give_up=False)
+        return _withdraw(view, proposed, f"{names(gone)} left before it was ready", give_up=False)
     digests = {ack.prepared for ack in new}
     if "" not in digests:
         if len(digests) > 1:
@@ -291,7 +288,7 @@ def _prepare(view: View, committed: Generation, proposed: Generation, old: list[
         return Write(replace(view.current, phase=Phase.ARMED))
     if view.phase_s >= view.policy.prepare_s:
         slow = [ack.node for ack in new if not ack.prepared]
-        why = f"{_names(slow)} was not ready within {view.policy.prepare_s:g} s (timeouts.prepare_s)"
+        why = f"{names(slow)} was not ready within {view.policy.prepare_s:g} s (timeouts.prepare_s)"
         return _withdraw(view, proposed, why, give_up=True)
     return Wait(view.policy.prepare_s - view.phase_s)
 
@@ -353,51 +350,20 @@ def _stop_time(view: View, committed: Generation, acks: list[Ack]) -> History | 
     return replace(write.history, stop_ms=max(ack.stop_ms or 0.0 for ack in acks))
 
 
-# ---- failures -----------------------------------------------------------------------------------------------------
+# ---- failures, and the end ---------------------------------------------------------------------------------------
 
 
 def _lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
-    missing = view.lost(node for node in committed.nodes if not view.ack(committed.id, node).finished)
-    if missing:
-        return _restart_without(view, missing)
-    failure = first_cause(ack.failure for ack in acks if ack.failure)
-    if failure is None:
-        return None
-    patience_s = _patience_s(view.policy, failure.kind, len(committed.nodes))
-    return Wait(patience_s - view.failed_s) if view.failed_s < patience_s else _restart_after(view, failure)
+    return _carry_out(view, judge(view, committed, acks))
 
 
-def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
-    """How long to wait for a better explanation: a dead node shows only when its lease runs out."""
-    if kind in (FailureKind.RAISED, FailureKind.KILLED):
-        return 0.0
-    if num_nodes > 1:
-        return policy.lost_s
-    return policy.blame_s if kind is FailureKind.PEER_LOST else 0.0
-
-
-def _restart_after(view: View, failure: Failure) -> Decision:
-    current, allowed = view.current, view.policy.max_restarts
-    what = f"the worker on {failure.slot} failed: {failure.error}"
-    if current.restarts >= allowed:
-        budget = f" ({allowed} restarts used up)" if allowed else ""
-        return _end(view, Outcome.FAILED, failure.exit_code, what + budget)
-    current = replace(current, restarts=current.restarts + 1)
-    return _fresh(replace(view, current=current), f"restart {current.restarts} of {allowed}: {what}")
-
-
-def _restart_without(view: View, missing: list[str]) -> Decision:
-    policy = view.policy
-    if len(view.usable) < policy.min_nodes:
-        if view.quiet_s < policy.below_min_s:
-            here = f"{_names(missing)} was lost and {len(view.usable)} of at least {policy.min_nodes} nodes are here"
-            return Wait(policy.below_min_s - view.quiet_s, f"waiting for nodes: {here}")
-        why = (
-            f"{_names(missing)} was lost, nnodes wants at least {policy.min_nodes}, and nobody came in "
-            f"{policy.below_min_s:g} s (timeouts.join_s)"
-        )
-        return _end(view, Outcome.FAILED, 1, why)
-    return _fresh(view, f"{_names(missing)} was lost")
+def _carry_out(view: View, verdict: Verdict | None) -> Decision | None:
+    match verdict:
+        case StartAnew(current, reason):
+            return _fresh(replace(view, current=current), reason)
+        case GiveUp(exit_code, why):
+            return _end(view, Outcome.FAILED, exit_code, why)
+    return verdict
 
 
 def _end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:
@@ -417,10 +383,6 @@ def _store(view: View, node: str) -> str:
     return f"{record.address}:{record.store_port}"
 
 
-def _names(nodes: Iterable[str]) -> str:
-    return ", ".join(f"node {name}" for name in nodes)
-
-
 def _is_asked_for(current: Current, config: ParallelConfig) -> bool:
     """Whether `config` is a step towards a request that is yet to be met."""
     wanted = parse_wanted(current.wanted)
@@ -433,5 +395,5 @@ def _reason(current: Current, committed: Generation, config: ParallelConfig, lea
     if _is_asked_for(current, config):
         return f"asked for {current.wanted}"
     if leaving:
-        return f"{_names(leaving)} leaves"
+        return f"{names(leaving)} leaves"
     return "nodes came" if config.num_ranks > committed.config.num_ranks else "fewer slots are left"

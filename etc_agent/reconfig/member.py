@@ -29,12 +29,13 @@ class WorkerView:
     """One worker process of this node, in slot `index`, started for generation `started_for`.
 
     `exit_code`: None while it runs. `in_session`: it said hello. `told`: messages already sent, by type and
-    generation. The reports are the worker's own, by generation.
+    generation. `has_stepped`: it has ended a training step. The reports are the worker's own, by generation.
     """
 
     index: int
     started_for: int
     in_session: bool = False
+    has_stepped: bool = False
     exit_code: int | None = None
     failure: Failure | None = None
     told: frozenset[tuple[str, int]] = frozenset()
@@ -177,6 +178,7 @@ def summarise(
         prepared=(next(iter(digests)) if digests else "none") if ready and len(digests) <= 1 else "",
         refused=refused[0].error if refused else "",
         switched=whole and len(switched) == len(members) and not generation.is_fresh,
+        has_stepped=any(worker.has_stepped for worker in holding),
         finished=complete and all(_finished(worker, generation.id) for worker in holding),
         failure=first_cause(failures),
         step=max((report.step for report in switched), default=0),

@@ -108,7 +108,8 @@ class Ack(_Json):
 
     `in_session`: every worker said hello, so that the node can change in place. `prepared`: the plan digest, once every
     worker of the node is ready. `refused`: why a worker cannot take part. `switched`: every worker is past the
-    migration vote. `stop_ms` and `phases_ms`: the slowest worker's; bytes are sums over the node's workers.
+    migration vote. `has_stepped`: a worker has ended a training step. `stop_ms` and `phases_ms`: the slowest worker's;
+    bytes are sums over the node's workers.
     """
 
     generation: int
@@ -118,6 +119,7 @@ class Ack(_Json):
     refused: str = ""
     switched: bool = False
     finished: bool = False
+    has_stepped: bool = False
     failure: Failure | None = None
     step: int = 0
     sent_bytes: int = 0
@@ -143,7 +145,8 @@ class Current(_Json):
     `wanted_before`: what it goes back to if the proposed generation is withdrawn. `handled_scale`: the mod_revision
     of the last `control/scale` that was answered; `pending_scale`: that of one still to be met, else 0.
     `avoid`: parallel configs whose generations were given up, not to be chosen again until the next request.
-    `restarts`: fresh starts after failures so far. `unreported`: the history of the committed generation has yet to get
+    `restarts`: fresh starts after failures so far. `failed_as`, `failed_alike`: how the job failed before its first
+    step, and how many times in a row alike. `unreported`: the history of the committed generation has yet to get
     its stop time.
     """
 
@@ -157,6 +160,8 @@ class Current(_Json):
     pending_scale: int = 0
     avoid: tuple[str, ...] = ()
     restarts: int = 0
+    failed_as: str = ""
+    failed_alike: int = 0
     unreported: bool = False
     outcome: Outcome = Outcome.RUNNING
     exit_code: int = 0

@@ -19,6 +19,8 @@ class Policy:
     `initial`: the config to start with, which stays wanted until another is asked for; None for the largest.
     `allowed`: the only configs to choose from, or None for all.
     `refuse`: why a config can never be, in one line, or None, from what the job file tells; the model is asked later.
+    `alike_failures`: so many failures alike before the first step end the job, whatever is left of `max_restarts`; 0:
+    none do.
     `pack`: None packs onto few nodes when shrinking.
     `settle_s`: how long the set of nodes must be quiet before joiners are used.
     `prepare_s`: for a proposed generation to be ready.
@@ -36,6 +38,7 @@ class Policy:
     allowed: tuple[ParallelConfig, ...] | None = None
     refuse: Callable[[ParallelConfig], str | None] = lambda _: None
     max_restarts: int = 0
+    alike_failures: int = 3
     pack: bool | None = None
     settle_s: float = 1.0
     prepare_s: float = 300.0

@@ -88,8 +88,8 @@ class Session:
         self._switched: Switch | None = None
         self._retired: Retired | None = None
         self._sample_ids: Sequence[int] = ()
-        self._step_start = self._last_progress = time.perf_counter()
-        self._step_end = self._step_start
+        self._step_start = self._step_end = time.perf_counter()
+        self._last_progress = float("-inf")
 
     # -- what the script uses --------------------------------------------------------------------------------------
 

@@ -89,6 +89,11 @@ class Cluster:
         worker = self.workers[name][index]
         self.workers[name][index] = replace(worker, exit_code=failure.exit_code, failure=failure)
 
+    def progress(self, name: str) -> None:
+        """The node's workers end a step."""
+        for index, worker in self.workers[name].items():
+            self.workers[name][index] = replace(worker, has_stepped=True)
+
     def finish(self) -> None:
         for workers in self.workers.values():
             for index, worker in workers.items():

@@ -83,6 +83,46 @@ def test_a_raising_worker_uses_up_the_restart_budget_then_ends_the_job_with_its_
     assert "ValueError: bad" in cluster.current.why
 
 
+def crash(cluster: Cluster, error: str) -> None:
+    cluster.fail("a", 1, Failure("a/1", FailureKind.RAISED, 3, error))
+    cluster.run()
+
+
+def test_a_job_that_fails_alike_before_its_first_step_stops_early_and_says_why() -> None:
+    cluster = started(Policy(1, 1, num_slots=2, max_restarts=100), "a")
+    for pid in (101, 102):
+        crash(cluster, f"pid {pid}: no such file: data.bin")
+    assert cluster.current.restarts == 2
+    crash(cluster, "pid 103: no such file: data.bin")
+    assert cluster.current.outcome is Outcome.FAILED
+    assert cluster.current.exit_code == 3
+    assert "3 times alike before the first step" in cluster.current.why
+
+
+def test_failures_that_differ_or_come_after_a_step_use_the_budget_alone() -> None:
+    cluster = started(Policy(1, 1, num_slots=2, max_restarts=8), "a")
+    for error in ("one", "one", "two", "one"):
+        crash(cluster, error)
+    cluster.progress("a")
+    crash(cluster, "one")
+    for error in ("one", "one"):
+        crash(cluster, error)
+    assert cluster.current.restarts == 7
+    assert cluster.current.outcome is Outcome.RUNNING
+
+
+def test_a_script_without_a_session_that_lived_for_long_is_no_crash_loop() -> None:
+    cluster = started(Policy(1, 1, num_slots=2, max_restarts=8), "a", hooked=False)
+    cluster.phase_s = 121.0
+    for _ in range(4):
+        crash(cluster, "one")
+    assert cluster.current.restarts == 4
+    cluster.phase_s = 5.0
+    for _ in range(3):
+        crash(cluster, "one")
+    assert cluster.current.outcome is Outcome.FAILED
+
+
 def test_the_cause_is_named_and_not_the_peer_that_noticed() -> None:
     cluster = started(Policy(1, 1, num_slots=2), "a")
     cluster.fail("a", 0, Failure("a/0", FailureKind.PEER_LOST, 1, "Connection reset by peer"))

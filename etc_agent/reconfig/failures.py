@@ -1,0 +1,105 @@
+"""Failures and losses: whether to wait for a better explanation, to start anew, or to give up.
+
+`judge` says what should happen and why; the leader turns that into a generation or into the job's end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, first_cause
+from etc_agent.reconfig.view import Policy, View, Wait
+
+_VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+"""What differs between two failures alike: pids, ports, addresses, times."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartAnew:
+    """Every worker has to start anew, with `current` as the record of how often that was."""
+
+    current: Current
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The job has failed."""
+
+    exit_code: int
+    why: str
+
+
+Verdict = Wait | StartAnew | GiveUp
+
+
+def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
+    """What follows from the nodes and workers that are gone; None where all are there.
+
+    `acks`: of every node whose workers count now.
+    """
+    missing = view.lost(node for node in committed.nodes if not view.ack(committed.id, node).finished)
+    if missing:
+        return without(view, missing)
+    failure = first_cause(ack.failure for ack in acks if ack.failure)
+    if failure is None:
+        return None
+    patience_s = _patience_s(view.policy, failure.kind, len(committed.nodes))
+    if view.failed_s < patience_s:
+        return Wait(patience_s - view.failed_s)
+    return _after(view, failure, has_stepped=any(ack.has_stepped for ack in acks), in_session=_in_session(acks))
+
+
+def without(view: View, missing: list[str]) -> Verdict:
+    """Nodes are lost: go on without them, or wait for others where too few are left."""
+    policy = view.policy
+    if len(view.usable) < policy.min_nodes:
+        if view.quiet_s < policy.below_min_s:
+            here = f"{names(missing)} was lost and {len(view.usable)} of at least {policy.min_nodes} nodes are here"
+            return Wait(policy.below_min_s - view.quiet_s, f"waiting for nodes: {here}")
+        why = (
+            f"{names(missing)} was lost, nnodes wants at least {policy.min_nodes}, and nobody came in "
+            f"{policy.below_min_s:g} s (timeouts.join_s)"
+        )
+        return GiveUp(1, why)
+    return StartAnew(view.current, f"{names(missing)} was lost")
+
+
+def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
+    """How long to wait for a better explanation: a dead node shows only when its lease runs out."""
+    if kind in (FailureKind.RAISED, FailureKind.KILLED):
+        return 0.0
+    if num_nodes > 1:
+        return policy.lost_s
+    return policy.blame_s if kind is FailureKind.PEER_LOST else 0.0
+
+
+def _after(view: View, failure: Failure, *, has_stepped: bool, in_session: bool) -> Verdict:
+    """A worker failed: start anew, unless the budget is used up or the job keeps failing alike before it gets anywhere.
+
+    A script without a session reports no steps; it got somewhere if it lived longer than a worker may take to start.
+    """
+    current, policy = view.current, view.policy
+    what = f"the worker on {failure.slot} failed: {failure.error}"
+    is_early = not has_stepped and (in_session or view.phase_s < policy.start_s)
+    signature = f"{failure.kind}: {_VARYING.sub('#', failure.error)}" if is_early else ""
+    alike = current.failed_alike + 1 if is_early and signature == current.failed_as else int(is_early)
+    if current.restarts >= policy.max_restarts:
+        budget = f" ({policy.max_restarts} restarts used up)" if policy.max_restarts else ""
+        return GiveUp(failure.exit_code, what + budget)
+    if policy.alike_failures and alike >= policy.alike_failures:
+        return GiveUp(failure.exit_code, f"{what} ({alike} times alike before the first step; alike_failures)")
+    current = replace(current, restarts=current.restarts + 1, failed_as=signature, failed_alike=alike)
+    return StartAnew(current, f"restart {current.restarts} of {policy.max_restarts}: {what}")
+
+
+def _in_session(acks: Iterable[Ack]) -> bool:
+    return any(ack.in_session for ack in acks)
+
+
+def names(nodes: Iterable[str]) -> str:
+    """Nodes, for people."""
+    return ", ".join(f"node {name}" for name in nodes)
