@@ -14,10 +14,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from etc_agent.agent.admission import admit
@@ -25,6 +23,7 @@ from etc_agent.agent.etcd import connect
 from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.node import Inbox, NodeAgent, SignalReceived, install_signal_handlers
 from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.stores import Stores
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import NodeRecord
 from etc_agent.rendezvous.client import EtcdClient
@@ -76,25 +75,19 @@ def _assemble(settings: JobSettings, stack: ExitStack) -> NodeAgent:
     inbox = Inbox()
     mirror = Mirror(client, keys.root, inbox.changed)
     stack.callback(mirror.close)
-    store = _host_store()
+    stores = Stores()
     address = settings.local_addr or ("127.0.0.1" if settings.standalone else socket.getfqdn())
-    record, membership = _register(settings, client, keys, address, store.port)
+    record, membership = _register(settings, client, keys, address, stores.port)
     stack.callback(membership.close)
     mirror.wait_for(lambda snapshot: membership.key in snapshot, settings.timeouts.etcd_s)
     agent = NodeAgent(
         settings, record, client, keys, mirror, membership, guardian, inbox, incarnation, run_folder,
-        _log_folder(settings),
+        _log_folder(settings), stores,
     )
     stack.callback(agent.close)
     stack.callback(_ignore_signals)
     install_signal_handlers(inbox)
-    stack.callback(lambda: store and None)  # the store lives as long as the agent
     return agent
-
-
-def _host_store() -> TCPStore:
-    """This agent's store, for its whole life, on a free port."""
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def _register(

@@ -17,6 +17,7 @@ from etc_agent.agent.job_records import JobRecords, RecordReader
 from etc_agent.agent.leadership import Leadership
 from etc_agent.agent.local_workers import LocalWorkers
 from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.stores import Stores
 from etc_agent.agent.workers import WorkerProcess
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import Hello, Message
@@ -24,7 +25,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig import member
 from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
-from etc_agent.reconfig.view import Policy, View
+from etc_agent.reconfig.view import Policy, View, is_used, store_of
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election
 from etc_agent.rendezvous.errors import EtcdError
@@ -95,11 +96,12 @@ class NodeAgent:
         incarnation: str,
         run_folder: Path,
         log_folder: Path | None,
+        stores: Stores,
     ) -> None:
         self._incarnation = incarnation
         self._settings, self._record = settings, record
         self._client, self._keys, self._mirror, self._membership = client, keys, mirror, membership
-        self._inbox, self._log_folder = inbox, log_folder
+        self._inbox, self._log_folder, self._stores = inbox, log_folder, stores
         self._reader = RecordReader(keys)
         self._workers = LocalWorkers(record.name, guardian)
         self._server = ControlServer(run_folder, inbox.said)
@@ -127,6 +129,7 @@ class NodeAgent:
                 asked_s = records.drains[self._record.name]
                 self._set_drain_deadline(self._settings.timeouts.drain_s if asked_s is None else asked_s)
             self._report(records)
+            self._renew_store(records)
             self._act(records)
             self._acknowledge(records)
             view = self._leadership.observe(records, self._mirror.connected_for_s)
@@ -194,6 +197,19 @@ class NodeAgent:
         self._workers_reported = workers
         what = f"{workers} of {committed.config.num_ranks} workers" if workers else "a spare, waiting to be needed"
         logger.info("%s is in generation %d: %s", self._record.name, committed.id, what)
+
+    def _renew_store(self, records: JobRecords) -> None:
+        """A fresh generation meets at a store that no other has used: the next finds a new one here."""
+        if not is_used(store_of(self._record), records.generations):
+            return
+        known = (records.generations.get(g) for g in (records.current.committed, records.current.proposed))
+        in_use = [int(generation.store.rpartition(":")[2]) for generation in known if generation is not None]
+        renewed = replace(self._record, store_port=self._stores.open(in_use))
+        try:
+            self._membership.update(json.dumps(renewed.to_json()))
+            self._record = renewed
+        except EtcdError as error:
+            logger.warning("a new store could not be published, and is tried again: %s", error)
 
     # ---- what this node owes --------------------------------------------------------------------------------------
 

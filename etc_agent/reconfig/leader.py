@@ -30,7 +30,7 @@ from etc_agent.reconfig.records import (
     slowest,
 )
 from etc_agent.reconfig.sizing import NotDescribed, check, in_session, meeting, target
-from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
+from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write, is_used, store_of
 from etc_agent.reconfig.wanted import Largest, Wanted, parse_wanted
 
 SIGTERM_EXIT_CODE = 143
@@ -91,6 +91,8 @@ def _fresh(view: View, reason: str) -> Decision:
         return _end(view, Outcome.FAILED, 1, f"no parallel config fits the {view.num_usable_slots} slots: {error}")
     slots = [Slot(node.name, index) for node in view.usable for index in range(node.num_slots)]
     store = _store(view, slots[0].node)
+    if is_used(store, view.generations):  # its node is about to publish a new one
+        return Wait(why=f"waiting for {names([slots[0].node])} to open a new store")
     generation = Generation(current.next_id, config, tuple(slots[: config.num_ranks]), store, previous=0, reason=reason)
     settled = replace(
         current, committed=generation.id, proposed=0, phase=Phase.IDLE, next_id=generation.id + 1, unreported=False
@@ -380,7 +382,7 @@ def _end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:
 
 def _store(view: View, node: str) -> str:
     (record,) = (record for record in view.nodes if record.name == node)
-    return f"{record.address}:{record.store_port}"
+    return store_of(record)
 
 
 def _is_asked_for(current: Current, config: ParallelConfig) -> bool:

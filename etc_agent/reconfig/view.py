@@ -114,6 +114,16 @@ class View:
         return self.acks.get((generation, node)) or Ack(generation, node)
 
 
+def store_of(node: NodeRecord) -> str:
+    """``host:port`` of the store at which the next generation that `node` hosts would meet."""
+    return f"{node.address}:{node.store_port}"
+
+
+def is_used(store: str, generations: Mapping[int, Generation]) -> bool:
+    """Whether a fresh generation has met at `store`, so that no other may: ``env://`` leaves its keys there."""
+    return any(generation.is_fresh and generation.store == store for generation in generations.values())
+
+
 def _order(node: NodeRecord) -> tuple[int, int, str]:
     return (node.rank if node.rank is not None else 1 << 30, node.joined, node.name)
 

@@ -26,7 +26,7 @@ from etc_agent.reconfig.records import (
     Reply,
     Request,
 )
-from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
+from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write, is_used, store_of
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
 
@@ -71,7 +71,9 @@ class Cluster:
 
     def join(self, name: str, num_slots: int = 2) -> None:
         self.revision += 1
-        self.nodes[name] = NodeRecord(name, "127.0.0.1", num_slots, 1, f"{name}-{self.revision}", joined=self.revision)
+        self.nodes[name] = NodeRecord(
+            name, "127.0.0.1", num_slots, self.revision, f"{name}-{self.revision}", joined=self.revision
+        )
         self.workers.setdefault(name, {})
 
     def lose(self, name: str) -> None:
@@ -150,6 +152,9 @@ class Cluster:
 
     def _act(self, name: str) -> bool:
         workers = self.workers[name]
+        if renews := is_used(store_of(self.nodes[name]), self.generations):
+            self.revision += 1
+            self.nodes[name] = replace(self.nodes[name], store_port=self.revision)
         actions = member.owed(name, self.current, self.generations, workers)
         for action in actions:
             match action:
@@ -160,7 +165,7 @@ class Cluster:
                     workers[index] = replace(workers[index], exit_code=0 if workers[index].switched else 143)
                 case member.Tell(index, generation_id, message):
                     workers[index] = self._hear(workers[index], generation_id, message)
-        return self._acknowledge(name) or bool(actions)
+        return self._acknowledge(name) or bool(actions) or renews
 
     def _started(self, index: int, generation: Generation) -> WorkerView:
         worker = WorkerView(index, generation.id, in_session=self.hooked)

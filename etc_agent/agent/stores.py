@@ -1,0 +1,36 @@
+"""This node's TCPStores, at which the workers of a generation meet.
+
+``env://`` keeps its keys at the top of the store and never removes them, and a group that finds the addresses of
+processes that are gone waits for them in vain. So each fresh generation meets at a store that none before it has used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+_NUM_KEPT = 3
+"""Workers that are being stopped may still speak to the store of their generation."""
+
+
+class Stores:
+    """The stores that this agent hosts, the newest of which is published in its node's record."""
+
+    def __init__(self) -> None:
+        self._stores: dict[int, TCPStore] = {}
+        self.open()
+
+    @property
+    def port(self) -> int:
+        """The newest store's."""
+        return next(reversed(self._stores))
+
+    def open(self, in_use: Iterable[int] = ()) -> int:
+        """Open a store on a free port, which is returned; close old ones, except those on the ports `in_use`."""
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        self._stores[store.port] = store
+        needed = {*in_use, *list(self._stores)[-_NUM_KEPT:]}
+        self._stores = {port: store for port, store in self._stores.items() if port in needed}
+        return store.port
