@@ -37,12 +37,16 @@ def materialise(state: TrainState, provide: Provide) -> None:
     _refuse_meta(state)
 
 
-def initialise(state: TrainState) -> None:
-    """Start a job anew on a materialised `state`: initial optimizer state, then the script's own `init`."""
+def initialise(state: TrainState) -> int:
+    """Start a job anew on a materialised `state`: initial optimizer state, then the script's own `init`.
+
+    Returns the step to begin with.
+    """
     reset_optimizer_state(state)
-    if state.init is not None:
-        with torch.no_grad():
-            state.init(state)
+    if state.init is None:
+        return 0
+    with torch.no_grad():
+        return state.init(state) or 0
 
 
 def _meta_local(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,8 @@ class TrainState:
     `scheduler`, `scaler`, `extras`: small state that is equal on every rank, carried as JSON. An extra that is not says
     so by an attribute `rule`: ``per_rank`` or ``per_sample`` (docs/worker.md).
     `runtime`: whatever else the script wants to keep for this generation, such as the pipeline schedule. Not carried.
-    `init`: called once, at the job's start, on the materialised state, to fill in the initial weights.
+    `init`: called at the job's start, and after every restart, on the materialised state, to fill in the initial weights
+    or a checkpoint's. It returns the step that training begins with, None for 0, the same on every rank.
     """
 
     model: nn.Module
@@ -39,4 +40,4 @@ class TrainState:
     scaler: Any = None
     extras: dict[str, Stateful] = field(default_factory=dict)
     runtime: Any = None
-    init: Callable[[TrainState], None] | None = None
+    init: Callable[[TrainState], int | None] | None = None

@@ -178,7 +178,7 @@ class Session:
             spare_the_collector()
         if not environment.is_joining:
             try:
-                self._live = start_fresh(environment, self._config, self._build, self._settings)
+                self._live, self._step = start_fresh(environment, self._config, self._build, self._settings)
             except ValueError as error:
                 # The model refuses this config; the agent may know of another.
                 if self._reconfiguration is not None:

@@ -24,12 +24,15 @@ from etc_agent.worker.world import activate, build, connect_store
 
 def start_fresh(
     environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings
-) -> LiveGeneration:
+) -> tuple[LiveGeneration, int]:
     """Make and enter the generation that this worker was started for. Collective over its ranks.
+
+    Returns it and the index of its first step.
 
     Raises:
         ValueError: the model refuses `config`.
-        EtcError: the config is of another size than the job, or the store does not answer.
+        EtcError: the config is of another size than the job, the store does not answer, or the ranks' `init` name
+            different steps to begin with.
     """
     if config.num_ranks != environment.world_size:
         raise EtcError(
@@ -50,11 +53,21 @@ def start_fresh(
     state = build_on_meta(script, world, settings.device, environment.generation, settings.global_batch)
     start_stream(settings.seed, environment.generation, environment.rank)
     materialise(state, lambda shard, meta: _fresh(shard, meta, settings.device))
-    initialise(state)
+    step = _agreed(initialise(state), settings.device)
     context = ParallelContext(
         config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch
     )
-    return LiveGeneration(environment.generation, world, vote, state, context)
+    return LiveGeneration(environment.generation, world, vote, state, context), step
+
+
+def _agreed(step: int, device: torch.device) -> int:
+    """`step`, once every rank has said the same."""
+    bounds = torch.tensor([step, -step], device=device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    last, first = int(bounds[0]), -int(bounds[1])
+    if first != last:
+        raise EtcError(f"TrainState.init returned step {first} on one rank and {last} on another; load one checkpoint")
+    return step
 
 
 def _fresh(shard: Shard, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
