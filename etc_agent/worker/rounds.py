@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Rendezvous = Callable[..., Iterator[tuple[Store, int, int]]]
 
 _PREFIX = "etc-run/round"
-# `etc_agent.control.channel.SOCKET_VARIABLE`, whose module would cost every process that imports torch some milliseconds.
+# `etc_agent.control.channel.SOCKET_VARIABLE`; that module would cost every process that imports torch 15 ms.
 _STARTED_BY_OUR_AGENT = "ETC_CONTROL_SOCKET"
 
 
