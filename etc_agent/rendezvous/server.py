@@ -76,9 +76,10 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class EtcdServer:
-    """One private etcd member on loopback. Starts in the constructor, ready when that returns; stop it, or use `with`.
+    """One private etcd member. Starts in the constructor, ready when that returns; stop it, or use `with`.
 
     binary: the server binary; None looks for one (find_etcd).
+    host: the address that clients reach it at; members speak to each other over loopback.
     name, peer_port, initial_cluster: for a member of a larger cluster, where all members must be started at once
     (is_waiting false, then `wait_ready`). Else a cluster of its own.
     extra_args: appended to etcd's command line. tls_server: certificate and key files of etcd itself; clients then use
@@ -93,6 +94,7 @@ class EtcdServer:
         binary: Path | str | None = None,
         *,
         start_timeout_s: float = 30.0,
+        host: str = "127.0.0.1",
         name: str | None = None,
         peer_port: int | None = None,
         initial_cluster: str | None = None,
@@ -101,6 +103,7 @@ class EtcdServer:
         is_waiting: bool = True,
     ) -> None:
         self._binary = Path(binary) if binary else find_etcd()
+        self._host = host
         self._name = name or f"etcrun-{secrets.token_hex(4)}"
         self._peer_port, self._cluster = peer_port, initial_cluster
         self._extra_args, self._tls = tuple(extra_args), tls_server
@@ -125,7 +128,7 @@ class EtcdServer:
     @property
     def endpoint(self) -> str:
         """host:port for clients."""
-        return f"127.0.0.1:{self._port}"
+        return f"{self._host}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -188,7 +191,7 @@ class EtcdServer:
     def _start_on_some_port(self, timeout_s: float, is_waiting: bool) -> None:
         deadline = time.monotonic() + timeout_s
         for attempt in range(_START_ATTEMPTS):
-            self._port = free_port()
+            self._port = free_port(self._host)
             self._spawn()
             if not is_waiting:
                 return

@@ -31,14 +31,19 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TI
 
 
 class EtcRun:
-    """One `etc-run` process. Everything it starts carries a mark in its environment, by which it is found again."""
+    """One `etc-run` process. Everything it starts carries a mark in its environment, by which it is found again.
 
-    def __init__(self, *arguments: object, cwd: Path, environment: dict[str, str] | None = None) -> None:
+    `prefix`: a command that runs its arguments in its own place, such as `Host.prefix`.
+    """
+
+    def __init__(
+        self, *arguments: object, cwd: Path, environment: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ETC_", "PET_"))}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launcher.run", *map(str, arguments)],
+            [*prefix, sys.executable, "-m", "launcher.run", *map(str, arguments)],
             cwd=cwd,
             env={**inherited, "OMP_NUM_THREADS": "1", "MARK": self.mark, **(environment or {})},
             stdout=subprocess.PIPE,
