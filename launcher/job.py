@@ -171,6 +171,7 @@ class TimeoutsSection(Section):
     prepare_s: Seconds | None = None
     switch_s: Seconds | None = None
     drain_s: Seconds | None = None
+    hang_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     shutdown_grace_s: Seconds | None = None
     etcd_s: Seconds | None = None
 

@@ -19,6 +19,7 @@ _RDZV_CONF_NAMES = {
     "lease_ttl": "lease_s",
     "read_timeout": "etcd_s",
 }
+_MAY_BE_ZERO = ("settle_s", "hang_s")
 
 
 def with_rdzv_conf(timeouts: Timeouts, conf: Mapping[str, Any]) -> Timeouts:
@@ -40,7 +41,7 @@ def with_rdzv_conf(timeouts: Timeouts, conf: Mapping[str, Any]) -> Timeouts:
             seconds = float(value)
         except (TypeError, ValueError):
             seconds = math.nan
-        if not 0 <= seconds < math.inf or (seconds == 0 and name != "settle_s"):
+        if not 0 <= seconds < math.inf or (seconds == 0 and name not in _MAY_BE_ZERO):
             raise EtcError(f"--rdzv-conf: {key}: expected a positive number of seconds, got {value!r}")
         timeouts = dataclasses.replace(timeouts, **{name: seconds})
     return timeouts

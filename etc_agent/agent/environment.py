@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SOCKET_VARIABLE
+from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 
@@ -51,6 +51,7 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         SOCKET_VARIABLE: control_socket,
+        SLOT_VARIABLE: str(slot.index),
         GENERATION_VARIABLE: str(generation.id),
         PARALLEL_VARIABLE: str(generation.config),
     }

@@ -15,6 +15,7 @@ from etc_agent.control.messages import (
     FirstStep,
     Hello,
     Message,
+    Position,
     Prepared,
     Progress,
     Raised,
@@ -33,7 +34,11 @@ _LAST_WORDS_S = 2.0
 
 @dataclass(slots=True)
 class LocalWorker:
-    """One worker: its process and the state of the conversation with it."""
+    """One worker: its process and the state of the conversation with it.
+
+    `life_at`: when it last said something that shows its main thread at work, in time.monotonic() seconds; 0 for one
+    that never did. `hang`: what is known of it if it hangs.
+    """
 
     slot: Slot
     started_for: int
@@ -44,6 +49,10 @@ class LocalWorker:
     told: set[tuple[str, int]] = field(default_factory=set)
     reports: dict[str, dict[int, Message]] = field(default_factory=lambda: defaultdict(dict))
     progress: Progress | None = None
+    position: Position | None = None
+    hang: Failure | None = None
+    life_at: float = 0.0
+    in_session: bool = False
 
     @property
     def exit_code(self) -> int | None:
@@ -53,16 +62,26 @@ class LocalWorker:
         return self.process.exit_code if time.monotonic() - self.ended_at > _LAST_WORDS_S else None
 
     def _failure(self) -> Failure | None:
-        return self.process.failure(str(self.slot), in_session=self.channel is not None)
+        if self.exit_code is None:
+            return self.hang
+        return self.process.failure(str(self.slot), in_session=self.in_session)
+
+    def send(self, message: Message) -> None:
+        """Send, if it listens; one that is gone shows by other means."""
+        if self.channel is not None:
+            try:
+                self.channel.send(message)
+            except OSError:
+                logger.debug("worker %s is gone; %s was not delivered", self.slot, message.type)
 
     def view(self) -> WorkerView:
         return WorkerView(
             self.slot.index,
             self.started_for,
-            in_session=self.channel is not None,
+            in_session=self.in_session,
             has_stepped=self.progress is not None,
             exit_code=self.exit_code,
-            failure=self._failure() if self.exit_code is not None else None,
+            failure=self._failure(),
             told=frozenset(self.told),
             prepared=dict(self.reports[Prepared.type]),  # type: ignore[arg-type]
             refused=dict(self.reports[Refused.type]),  # type: ignore[arg-type]
@@ -78,6 +97,9 @@ class LocalWorkers:
         self._node = node
         self._guardian = guardian
         self._workers: dict[int, LocalWorker] = {}
+
+    def all(self) -> list[LocalWorker]:
+        return list(self._workers.values())
 
     def views(self) -> dict[int, WorkerView]:
         return {index: worker.view() for index, worker in self._workers.items()}
@@ -96,7 +118,8 @@ class LocalWorkers:
                 worker.process.kill_group()
 
     def stop(self, index: int, grace_s: float, *, after_s: float = 0.0) -> None:
-        self._workers[index].process.stop(grace_s, after_s=after_s)
+        worker = self._workers[index]
+        worker.process.stop(0.0 if worker.hang else grace_s, after_s=after_s)
 
     def stop_all(self, grace_s: float) -> None:
         for worker in self._workers.values():
@@ -116,17 +139,15 @@ class LocalWorkers:
         """Send `message` once."""
         worker = self._workers[index]
         worker.told.add((message.type, generation))
-        if worker.channel is not None:
-            try:
-                worker.channel.send(message)
-            except OSError:
-                logger.debug("worker %s is gone; %s was not delivered", worker.slot, message.type)
+        worker.send(message)
 
     def ask(self, message: Message, members: frozenset[int]) -> bool:
         """Send `message` to the first worker of `members` that runs a session; whether there is one."""
         for index in sorted(members):
             worker = self._workers.get(index)
-            if worker is not None and worker.channel is not None and worker.process.exit_code is None:
+            if worker is None or not worker.in_session or worker.process.exit_code is not None:
+                continue
+            if worker.channel is not None:
                 try:
                     worker.channel.send(message)
                     return True
@@ -139,17 +160,23 @@ class LocalWorkers:
         worker = self._workers.get(hello.local_rank)
         if worker is None or worker.started_for != hello.generation:
             return None
+        if isinstance(message, Hello | Switched | FirstStep | Progress):
+            worker.life_at = time.monotonic()
         match message:
             case None:
-                worker.is_closed = True
+                worker.is_closed = worker.is_closed or channel is worker.channel
             case Hello():
-                worker.channel = channel
+                if hello.in_session or worker.channel is None:
+                    worker.channel, worker.in_session = channel, hello.in_session
+            case Position():
+                worker.position = message
             case Described():
                 return message
             case Prepared() | Refused() | Switched() | FirstStep():
                 worker.reports[message.type][message.generation] = message
             case Progress():
-                worker.progress = message
+                if hello.in_session or not worker.in_session:
+                    worker.progress = message
             case Raised():
                 worker.process.raised = message.error
             case _:

@@ -13,6 +13,7 @@ from pathlib import Path
 from etc_agent.agent.control_server import ControlServer
 from etc_agent.agent.environment import worker_environment
 from etc_agent.agent.guardian import Guardian
+from etc_agent.agent.hangs import HangWatch
 from etc_agent.agent.job_records import JobRecords, RecordReader
 from etc_agent.agent.leadership import Leadership
 from etc_agent.agent.local_workers import LocalWorkers
@@ -104,6 +105,7 @@ class NodeAgent:
         self._inbox, self._log_folder, self._stores = inbox, log_folder, stores
         self._reader = RecordReader(keys)
         self._workers = LocalWorkers(record.name, guardian)
+        self._hangs = HangWatch(settings.timeouts.hang_s)
         self._server = ControlServer(run_folder, inbox.said)
         self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
         self._election: Election | None = None
@@ -121,6 +123,7 @@ class NodeAgent:
         while True:
             self._hear(self._inbox.take(min(timeout_s, _TICK_S)))
             self._workers.poll()
+            self._hangs.look(self._workers.all())
             records = self._reader.read(self._mirror.snapshot())
             if records.incarnation not in ("", self._incarnation) and not self._is_stopping:
                 logger.error("this job's run id %r has been taken over by a later run; stopping", self._settings.run_id)

@@ -39,7 +39,8 @@ class Timeouts:
     more of them. `join_s`: for the smallest number of nodes to be present, at start or after a loss. `start_s`: for a
     new worker process to say hello. `prepare_s`: for all workers to have a generation prepared. `switch_s`: from
     *armed* to the last worker's report. `drain_s`: for a draining node to hand over its state when no deadline is
-    given. `shutdown_grace_s`: between SIGTERM and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included.
+    given. `hang_s`: a node on which no step ends for so long hangs; 0: none does. `shutdown_grace_s`: between SIGTERM
+    and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included.
     """
 
     lease_s: float = 10.0
@@ -49,6 +50,7 @@ class Timeouts:
     prepare_s: float = 300.0
     switch_s: float = 1800.0
     drain_s: float = 300.0
+    hang_s: float = 1800.0
     shutdown_grace_s: float = 30.0
     etcd_s: float = 5.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import struct
 import threading
@@ -11,8 +12,11 @@ import threading
 from etc_agent.control.messages import Message, decode, encode
 
 SOCKET_VARIABLE = "ETC_CONTROL_SOCKET"
+SLOT_VARIABLE = "ETC_SLOT"
 GENERATION_VARIABLE = "ETC_GENERATION"
 JOINING_VARIABLE = "ETC_JOINING"
+STACKS_SIGNAL = signal.SIGRTMIN + 6
+"""Makes a worker that has said hello write all its stacks to standard error. Nothing else is known to use it."""
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("!I")
 

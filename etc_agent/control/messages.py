@@ -16,13 +16,15 @@ from typing import Any, ClassVar
 class Hello:
     """First on every connection: this worker runs a session and can change in place.
 
-    `local_rank` is its slot's index; `generation` the one it was started for.
+    `local_rank` is its slot's index; `generation` the one it was started for. `in_session`: False for a script that
+    only sends signs of life.
     """
 
     type: ClassVar[str] = "hello"
     local_rank: int
     pid: int
     generation: int
+    in_session: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,23 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Position:
+    """Answer to WhereAreYou: the main thread is in `phase` of `step`, at `where` (file:line, the innermost that is not
+    PyTorch's or ours). `is_waiting`: inside a collective, for other ranks."""
+
+    type: ClassVar[str] = "position"
+    STEP: ClassVar[str] = "step"
+    VOTE: ClassVar[str] = "the vote of step"
+    BETWEEN: ClassVar[str] = "the pause before step"
+    SWITCH: ClassVar[str] = "the change before step"
+    generation: int
+    step: int
+    phase: str
+    is_waiting: bool
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Raised:
     """User code raised in this worker: the job's failure, not a lost member. The process is about to exit."""
 
@@ -113,6 +132,13 @@ class Describe:
 
     type: ClassVar[str] = "describe"
     config: str
+
+
+@dataclass(frozen=True, slots=True)
+class WhereAreYou:
+    """No step has ended for long. Answer at once with Position."""
+
+    type: ClassVar[str] = "where_are_you"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +181,14 @@ class Committed:
 
 
 Message = (
-    Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Raised
-    | Describe | Prepare | Armed | Withdrawn | Committed
+    Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Position | Raised
+    | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
-        Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Raised,
-        Describe, Prepare, Armed, Withdrawn, Committed,
+        Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Position, Raised,
+        Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed,
     )
 }
 

@@ -17,6 +17,10 @@ _VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 """What differs between two failures alike: pids, ports, addresses, times."""
 
 
+_EVIDENCE_S = 5.0
+"""From the first word of a hang until something is done: every node looks for itself, and stacks are written first."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartAnew:
     """Every worker has to start anew, with `current` as the record of how often that was."""
@@ -72,6 +76,8 @@ def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
     """How long to wait for a better explanation: a dead node shows only when its lease runs out."""
     if kind in (FailureKind.RAISED, FailureKind.KILLED):
         return 0.0
+    if kind in (FailureKind.UNRESPONSIVE, FailureKind.HUNG):
+        return _EVIDENCE_S
     if num_nodes > 1:
         return policy.lost_s
     return policy.blame_s if kind is FailureKind.PEER_LOST else 0.0
@@ -83,7 +89,8 @@ def _after(view: View, failure: Failure, *, has_stepped: bool, in_session: bool)
     A script without a session reports no steps; it got somewhere if it lived longer than a worker may take to start.
     """
     current, policy = view.current, view.policy
-    what = f"the worker on {failure.slot} failed: {failure.error}"
+    verb = "" if failure.kind.is_hang else "failed: "
+    what = f"the worker on {failure.slot} {verb}{failure.error}"
     is_early = not has_stepped and (in_session or view.phase_s < policy.start_s)
     signature = f"{failure.kind}: {_VARYING.sub('#', failure.error)}" if is_early else ""
     alike = current.failed_alike + 1 if is_early and signature == current.failed_as else int(is_early)

@@ -72,23 +72,35 @@ class NodeRecord(_Json):
 
 
 class FailureKind(StrEnum):
-    """Why a worker ended, the likeliest cause of the others first. `RAISED`: by itself. `KILLED`: by a signal.
-    `SILENT`: with an exit code and not a word. `PEER_LOST`: because a peer went away, which has a cause of its own."""
+    """Why a worker ended, or hangs, the likeliest cause of the others first. `RAISED`: it ended by itself. `KILLED`: by
+    a signal. `UNRESPONSIVE`: it hangs and does not answer. `HUNG`: it hangs, and not in a collective. `SILENT`: it
+    ended with an exit code and not a word. `PEER_LOST`: because a peer went away, which has a cause of its own.
+    `WAITING`: it hangs in a collective, which has a cause too."""
 
     RAISED = "raised"
     KILLED = "killed"
+    UNRESPONSIVE = "unresponsive"
+    HUNG = "hung"
     SILENT = "silent"
     PEER_LOST = "peer_lost"
+    WAITING = "waiting"
+
+    @property
+    def is_hang(self) -> bool:
+        """The process is still there."""
+        return self in (FailureKind.UNRESPONSIVE, FailureKind.HUNG, FailureKind.WAITING)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure(_Json):
-    """What ended a worker; `exit_code` is the one that etc-run passes on (128 + signal where a signal did it)."""
+    """What ended a worker; `exit_code` is the one that etc-run passes on (128 + signal where a signal did it). `at`:
+    how far one that hangs has come: of two, the one behind is the likelier cause."""
 
     slot: str
     kind: FailureKind
     exit_code: int
     error: str
+    at: float = 0.0
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
@@ -99,7 +111,7 @@ class Failure(_Json):
 def first_cause(failures: Iterable[Failure]) -> Failure | None:
     """The failure that most likely caused the others."""
     kinds = list(FailureKind)
-    return min(failures, key=lambda failure: (kinds.index(failure.kind), failure.slot), default=None)
+    return min(failures, key=lambda failure: (kinds.index(failure.kind), failure.at, failure.slot), default=None)
 
 
 @dataclass(frozen=True, slots=True)

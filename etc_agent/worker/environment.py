@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SOCKET_VARIABLE
+from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
@@ -22,6 +22,7 @@ TRACE_VARIABLE = "ETC_TRACE"
 class WorkerEnvironment:
     """How this worker was started.
 
+    `slot`: the index of its slot, which is its local rank too unless ``--virtual-local-rank`` gives that as 0.
     `socket`: the agent's control socket, or None under plain torchrun, where the size is fixed. `store`: ``host:port``
     of the generation's TCPStore, "" where nothing was said (one process by hand). `verify_dir`: where to write this
     worker's shards around every migration, or None. `trace_dir`: where to write a trace of every switch, or None.
@@ -29,6 +30,7 @@ class WorkerEnvironment:
 
     rank: int
     local_rank: int
+    slot: int
     world_size: int
     store: str
     socket: str | None
@@ -55,6 +57,7 @@ class WorkerEnvironment:
         return cls(
             rank=_integer(environ, "RANK", 0),
             local_rank=_integer(environ, "LOCAL_RANK", 0),
+            slot=_integer(environ, SLOT_VARIABLE, _integer(environ, "LOCAL_RANK", 0)),
             world_size=_integer(environ, "WORLD_SIZE", 1),
             store=f"{address}:{port}" if address and port else "",
             socket=socket,

@@ -27,6 +27,7 @@ from etc_agent.control.messages import (
     Prepare,
     Prepared,
     Refused,
+    WhereAreYou,
     Withdrawn,
 )
 from etc_agent.errors import EtcError
@@ -34,6 +35,7 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.worker.model import Build, describe
+from etc_agent.worker.position import Whereabouts
 from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line, prepare
 from etc_agent.worker.settings import Settings
 
@@ -47,14 +49,16 @@ class Reconfiguration:
     before a joiner's first."""
 
     def __init__(
-        self, channel: Channel, local_rank: int, generation: int, build: Build, settings: Settings, live: Live
+        self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings, live: Live,
+        whereabouts: Whereabouts,
     ) -> None:
         self._channel = channel
-        self._hello = Hello(local_rank, os.getpid(), generation)
+        self._hello = Hello(slot, os.getpid(), generation)
         self._is_introduced = False
         self._build = build
         self._settings = settings
         self._live = live
+        self._whereabouts = whereabouts
         self._changed = threading.Condition()
         self._wanted = 0
         self._armed = 0
@@ -164,6 +168,8 @@ class Reconfiguration:
         match message:
             case Describe():
                 self._describes.put(message)
+            case WhereAreYou():
+                self.report(self._whereabouts.position())
             case Prepare():
                 self._start_preparing(message)
             case Armed(generation=generation):

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from etc_agent.control.channel import Channel
-from etc_agent.control.messages import FirstStep, Progress, Raised, Refused, Switched
+from etc_agent.control.messages import FirstStep, Position, Progress, Raised, Refused, Switched
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.context import ParallelContext, local_sample_ids
 from etc_agent.worker.environment import WorkerEnvironment
 from etc_agent.worker.model import Build
+from etc_agent.worker.position import Whereabouts, dump_stacks_on_signal
 from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line
 from etc_agent.worker.reconfiguration import Reconfiguration
 from etc_agent.worker.retire import Retired, retire, spare_the_collector
@@ -88,6 +89,7 @@ class Session:
         self._switched: Switch | None = None
         self._retired: Retired | None = None
         self._sample_ids: Sequence[int] = ()
+        self._whereabouts = Whereabouts()
         self._step_start = self._step_end = time.perf_counter()
         self._last_progress = float("-inf")
 
@@ -124,6 +126,7 @@ class Session:
             if self._step >= num_steps:
                 return
             self._step_start = time.perf_counter()
+            self._at(Position.STEP)
             step = Step(self, self._step)
             yield step
             if not step.is_committed:
@@ -169,8 +172,10 @@ class Session:
         except OSError as error:
             raise EtcError(f"the agent's control socket {environment.socket} does not answer: {error}") from None
         self._reconfiguration = Reconfiguration(
-            channel, environment.local_rank, environment.generation, self._build, self._settings, lambda: self._live
+            channel, environment.slot, environment.generation, self._build, self._settings, lambda: self._live,
+            self._whereabouts,
         )
+        dump_stacks_on_signal()
 
     def _open(self) -> None:
         environment = self._environment
@@ -218,6 +223,7 @@ class Session:
         result = Ballot(can_apply(live.state) and ok, 0)
         if live.vote is not None:
             assert self._reconfiguration is not None
+            self._at(Position.VOTE)
             result = live.vote.cast(Ballot(result.ok, self._reconfiguration.armed()))
             if result.armed:
                 self._pending = result.armed
@@ -228,10 +234,14 @@ class Session:
         if self._settings.record is not None:
             self._settings.record(step.index, self._sample_ids)
         self._step_end = time.perf_counter()
+        self._at(Position.BETWEEN)
         if self._switched is not None:
             self._end_first_step()
         self._report_progress()
         return result.ok
+
+    def _at(self, phase: str) -> None:
+        self._whereabouts.enter(self._live.id if self._live else 0, self._step, phase)
 
     def _report_progress(self) -> None:
         if self._reconfiguration is None or self._step_end - self._last_progress < _PROGRESS_INTERVAL_S:
@@ -262,6 +272,7 @@ class Session:
 
     def _switch_to(self, prepared: PreparedGeneration) -> None:
         assert self._reconfiguration is not None
+        self._at(Position.SWITCH)
         outcome = switch(prepared, self._live, self._step, self._settings)
         if not outcome.is_committed:
             self._stay(prepared, outcome.error)
@@ -282,6 +293,7 @@ class Session:
         if self._live is None:
             raise SystemExit(0)
         self._switched = outcome
+        self._at(Position.BETWEEN)
 
     def _stay(self, prepared: PreparedGeneration, error: str) -> None:
         """The migration's vote failed: the previous generation goes on as if nothing had been."""

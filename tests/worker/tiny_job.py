@@ -147,6 +147,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 loss = train(session.state, session.parallel, session.batch(data))
                 if fault.get("raise_at") == step.index and session.parallel.rank == 0:
                     raise KeyError("a bug in user code")
+                if fault.get("hang_at") == step.index and session.parallel.rank == 1:
+                    time.sleep(600)
                 step.commit()
             own, seen = session.state.extras["own"], session.state.extras["seen"]
             own.steps += 1
