@@ -1,6 +1,6 @@
 """Finds workers that hang: by lack of progress, with their stacks in the log before anything is killed.
 
-When no worker of this node has shown life for `hang_s`, each is asked over its control connection where it is, and
+When no worker of this node has shown life for `hang_s`, each is asked over its control connection where it is, and is
 told to write its stacks. Whoever does not answer is stopped or cannot run Python; whoever answers is in a collective,
 waiting for others, or is not. The leader compares what all nodes say (`FailureKind` is in order of blame).
 """
