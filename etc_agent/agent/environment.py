@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
+from etc_agent.errors import EtcError
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 
 PARALLEL_VARIABLE = "ETC_PARALLEL"
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def worker_environment(
@@ -17,17 +20,18 @@ def worker_environment(
     slot: Slot,
     *,
     run_id: str,
-    role: str,
-    num_fresh: int,
-    max_restarts: int,
+    launch_config: Any,
+    restart_count: int,
     control_socket: str,
     joining: bool,
     extra: Mapping[str, str],
 ) -> dict[str, str]:
-    """What the worker in `slot` finds in its environment. `num_fresh`: how often all workers were started before.
+    """What the worker in `slot` finds in its environment. `launch_config`: torchrun's LaunchConfig.
 
-    The store prefix of ``env://`` contains TORCHELASTIC_RESTART_COUNT, so that count must differ between any two fresh
-    generations that may meet at one store: it counts fresh starts, of which failures are one kind.
+    `restart_count`: how often failures have restarted the job; changes of membership do not count, as under torchrun.
+
+    Raises:
+        EtcError: ``--virtual-local-rank`` on a node that shows fewer devices than it has slots.
     """
     rank, nodes = generation.placement.index(slot), generation.nodes
     host, _, port = generation.store.rpartition(":")
@@ -35,20 +39,21 @@ def worker_environment(
     environment = {
         **extra,
         "RANK": str(rank),
-        "LOCAL_RANK": str(slot.index),
+        **_device(slot.index, is_virtual=launch_config.virtual_local_rank),
         "GROUP_RANK": str(nodes.index(slot.node)),
         "ROLE_RANK": str(rank),
-        "ROLE_NAME": role,
+        "ROLE_NAME": launch_config.role,
         "LOCAL_WORLD_SIZE": str(sum(other.node == slot.node for other in generation.placement)),
         "WORLD_SIZE": world_size,
         "GROUP_WORLD_SIZE": str(len(nodes)),
         "ROLE_WORLD_SIZE": world_size,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        "TORCHELASTIC_RESTART_COUNT": str(num_fresh),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(launch_config.max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": launch_config.signals_to_handle,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         SOCKET_VARIABLE: control_socket,
         SLOT_VARIABLE: str(slot.index),
@@ -58,3 +63,17 @@ def worker_environment(
     if joining:
         environment[JOINING_VARIABLE] = "1"
     return environment
+
+
+def _device(index: int, *, is_virtual: bool) -> dict[str, str]:
+    """LOCAL_RANK of slot `index`. With ``--virtual-local-rank`` it is 0, and only the slot's device is visible."""
+    if not is_virtual:
+        return {"LOCAL_RANK": str(index)}
+    visible = os.environ.get(_VISIBLE_DEVICES)
+    devices = visible.split(",") if visible is not None else None
+    if devices is not None and index >= len(devices):
+        raise EtcError(
+            f"--virtual-local-rank: {_VISIBLE_DEVICES}={visible} shows {len(devices)} devices, and local rank {index} "
+            "has none; lower --nproc-per-node"
+        )
+    return {"LOCAL_RANK": "0", _VISIBLE_DEVICES: devices[index].strip() if devices is not None else str(index)}

@@ -5,25 +5,27 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
 import tempfile
+import traceback
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from etc_agent.agent.admission import admit
 from etc_agent.agent.etcd import connect
 from etc_agent.agent.guardian import Guardian
-from etc_agent.agent.node import Inbox, NodeAgent, SignalReceived, install_signal_handlers
+from etc_agent.agent.logs import NodeLogs, remove_empty_logs
+from etc_agent.agent.node import Inbox, NodeAgent
 from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.signals import SignalReceived, deliver, ignore, interrupting, keep_handlers, parse_signals
 from etc_agent.agent.stores import Stores
+from etc_agent.agent.torch_events import TorchEvents
+from etc_agent.agent.watchdog import start_watchdog
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import NodeRecord
 from etc_agent.rendezvous.client import EtcdClient
@@ -41,26 +43,35 @@ _MAX_NAMES = 64
 def run_job(settings: JobSettings) -> int:
     """Run this node's part of the job. Returns the exit code for the shell; errors are one line on standard error."""
     _log_to_stderr()
-    log_root = Path(settings.launch_config.logs_specs.root_log_dir)
+    handled = parse_signals(settings.launch_config.signals_to_handle)
+    keep_handlers()
+    events = TorchEvents(settings.launch_config, settings.entrypoint)
     try:
-        with _early_signals(), ExitStack() as stack:
-            agent = _assemble(settings, stack)
-            return agent.run()
+        with interrupting(handled), ExitStack() as stack:
+            agent = _assemble(settings, stack, handled, events)
+            exit_code = agent.run()
+        if exit_code and agent.was_signalled:
+            events.agent_broken(f"stopped by a signal; exit code {exit_code}")
+        else:
+            events.agent_ended(is_failed=exit_code != 0)
+        return exit_code
     except EtcError as error:
+        events.agent_broken(traceback.format_exc())
         print(f"etc-run: {error}", file=sys.stderr)
         return 1
     except SignalReceived as received:
+        events.agent_broken(f"stopped by {received}")
         print(f"etc-run: stopped by {received}", file=sys.stderr)
         return 128 + received.number
-    except SignalException as received:  # torchelastic's own handler was in place for a moment
-        return 128 + int(received.sigval)
     finally:
-        _remove_if_empty(log_root)
+        remove_empty_logs(settings.launch_config.logs_specs, settings.run_id)
 
 
-def _assemble(settings: JobSettings, stack: ExitStack) -> NodeAgent:
+def _assemble(
+    settings: JobSettings, stack: ExitStack, handled: Sequence[signal.Signals], events: TorchEvents
+) -> NodeAgent:
     """Start everything in order; `stack` undoes it in reverse, whatever happens."""
-    stack.callback(_ignore_signals)
+    stack.callback(ignore, handled)
     guardian = Guardian()
     stack.callback(guardian.close)
     run_folder = Path(tempfile.mkdtemp(prefix="etc-run-"))
@@ -80,13 +91,16 @@ def _assemble(settings: JobSettings, stack: ExitStack) -> NodeAgent:
     record, membership = _register(settings, client, keys, address, stores.port)
     stack.callback(membership.close)
     mirror.wait_for(lambda snapshot: membership.key in snapshot, settings.timeouts.etcd_s)
+    if (watchdog := start_watchdog(settings.run_id, run_folder)) is not None:
+        stack.callback(watchdog.stop)
+    logs = NodeLogs(settings.launch_config.logs_specs, _log_folder(settings), settings.num_slots)
     agent = NodeAgent(
         settings, record, client, keys, mirror, membership, guardian, inbox, incarnation, run_folder,
-        _log_folder(settings), stores,
+        logs, events, stores,
     )
     stack.callback(agent.close)
-    stack.callback(_ignore_signals)
-    install_signal_handlers(inbox)
+    stack.callback(ignore, handled)
+    deliver(handled, inbox.signalled)
     return agent
 
 
@@ -111,34 +125,6 @@ def _log_folder(settings: JobSettings) -> Path | None:
     """Where the logs of this node's workers go, or None where torchrun would keep none."""
     root = settings.launch_config.logs_specs.root_log_dir
     return None if root == os.devnull else Path(root) / settings.run_id
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """torchrun makes a temporary log folder whether or not anything is logged; one without any file is in the way."""
-    if folder.is_dir() and not any(path.is_file() for path in folder.rglob("*")):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _early_signals() -> Iterator[None]:
-    """Until the loop takes them in turn, signals interrupt the set-up."""
-
-    def interrupt(number: int, _: object) -> None:
-        raise SignalReceived(number)
-
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _ignore_signals() -> None:
-    """While things are taken down in order; what hangs is bounded by timeouts, and the guardian has the last word."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _log_to_stderr() -> None:

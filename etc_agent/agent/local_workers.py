@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -91,12 +92,14 @@ class LocalWorker:
 
 
 class LocalWorkers:
-    """All workers of the node by slot index. Used from the agent's main thread only."""
+    """All workers of the node by slot index. Used from the agent's main thread only. `stop_signal`: what a worker that
+    has to end gets first; a signal that told this node to leave is passed on."""
 
     def __init__(self, node: str, guardian: Guardian) -> None:
         self._node = node
         self._guardian = guardian
         self._workers: dict[int, LocalWorker] = {}
+        self.stop_signal: int = signal.SIGTERM
 
     def all(self) -> list[LocalWorker]:
         return list(self._workers.values())
@@ -119,12 +122,12 @@ class LocalWorkers:
 
     def stop(self, index: int, grace_s: float, *, after_s: float = 0.0) -> None:
         worker = self._workers[index]
-        worker.process.stop(0.0 if worker.hang else grace_s, after_s=after_s)
+        worker.process.stop(0.0 if worker.hang else grace_s, after_s=after_s, number=self.stop_signal)
 
     def stop_all(self, grace_s: float) -> None:
         for worker in self._workers.values():
             if worker.process.exit_code is None:
-                worker.process.stop(grace_s)
+                worker.process.stop(grace_s, number=self.stop_signal)
 
     def kill_all(self) -> None:
         for worker in self._workers.values():

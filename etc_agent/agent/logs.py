@@ -7,9 +7,82 @@ again. We start one context per worker and keep everything.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
+
+
+class NodeLogs:
+    """Where the workers of one node write, by generation.
+
+    `specs`: what torchrun built from the command line. `folder`: of this run's logs, or None where torchrun would write
+    none. ``--logs-specs`` of the user's own decide for themselves, once for all slots of the node in a generation, as
+    under torchrun.
+    """
+
+    def __init__(self, specs: LogsSpecs, folder: Path | None, num_slots: int) -> None:
+        self._specs, self._folder, self._num_slots = specs, folder, num_slots
+        self._given: tuple[int, LogsDest, dict[int, dict[str, str]]] = (0, LogsDest(), {})
+
+    def of(self, slot: Slot, generation: Generation, environment: Mapping[str, str]) -> LogsSpecs:
+        """The LogsSpecs of the one worker that is started in `slot` for `generation`."""
+        if type(self._specs) is DefaultLogsSpecs:
+            rank = generation.placement.index(slot)
+            path = self._folder and self._folder / f"generation_{generation.id}" / slot.node / str(rank)
+            return WorkerLogs(self._specs, slot.index, path)
+        if self._given[0] != generation.id:
+            ranks = {other.index: rank for rank, other in enumerate(generation.placement) if other.node == slot.node}
+            # An attempt's folder is emptied where it comes again, and generations may share an attempt.
+            attempt = {"TORCHELASTIC_RESTART_COUNT": str(generation.id - 1)}
+            envs = {
+                index: {**environment, "LOCAL_RANK": str(index), "RANK": str(ranks.get(index, -1)), **attempt}
+                for index in range(self._num_slots)
+            }
+            before = {index: dict(env) for index, env in envs.items()}
+            destinations = self._specs.reify(envs)
+            added = {index: dict(env.items() - before[index].items()) for index, env in envs.items()}
+            self._given = (generation.id, destinations, added)
+        return _Chosen(self._specs, self._given[1], slot.index, self._given[2][slot.index])
+
+
+def remove_empty_logs(specs: LogsSpecs, run_id: str = "") -> None:
+    """Remove the folders in which nothing was logged: those of the run `run_id`, and torchrun's temporary one, which it
+    makes whether or not anything is logged."""
+    root = Path(specs.root_log_dir)
+    is_temporary = root.name.startswith("torchelastic_") and root.parent == Path(tempfile.gettempdir())
+    for folder in ([root / run_id] if run_id else []) + ([root] if is_temporary else []):
+        if folder.is_dir() and not any(path.is_file() for path in folder.rglob("*")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Chosen(LogsSpecs):
+    """One worker's part of what the user's own LogsSpecs have decided for its node."""
+
+    def __init__(self, specs: LogsSpecs, node: LogsDest, index: int, added: Mapping[str, str]) -> None:
+        super().__init__()
+        self._specs, self._node, self._index, self._added = specs, node, index, added
+
+    @property
+    def root_log_dir(self) -> str:
+        return self._specs.root_log_dir
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        envs[0].update(self._added)
+
+        def own(paths: dict[int, str]) -> dict[int, str]:
+            return {0: paths[self._index]} if self._index in paths else {}
+
+        node = self._node
+        return LogsDest(
+            own(node.stdouts), own(node.stderrs), own(node.tee_stdouts), own(node.tee_stderrs), own(node.error_files),
+            node.filtered_stdout, node.filtered_stderr,
+        )
 
 
 class WorkerLogs(LogsSpecs):

@@ -17,8 +17,10 @@ from etc_agent.agent.hangs import HangWatch
 from etc_agent.agent.job_records import JobRecords, RecordReader
 from etc_agent.agent.leadership import Leadership
 from etc_agent.agent.local_workers import LocalWorkers
+from etc_agent.agent.logs import NodeLogs
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
+from etc_agent.agent.torch_events import TorchEvents
 from etc_agent.agent.workers import WorkerProcess
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import Hello, Message
@@ -38,14 +40,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _LEAVER_GRACE_S = 10.0
-
-
-class SignalReceived(Exception):
-    """A signal came before the agent's loop was there to take it in turn."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +90,14 @@ class NodeAgent:
         inbox: Inbox,
         incarnation: str,
         run_folder: Path,
-        log_folder: Path | None,
+        logs: NodeLogs,
+        events: TorchEvents,
         stores: Stores,
     ) -> None:
         self._incarnation = incarnation
         self._settings, self._record = settings, record
         self._client, self._keys, self._mirror, self._membership = client, keys, mirror, membership
-        self._inbox, self._log_folder, self._stores = inbox, log_folder, stores
+        self._inbox, self._logs, self._events, self._stores = inbox, logs, events, stores
         self._reader = RecordReader(keys)
         self._workers = LocalWorkers(record.name, guardian)
         self._hangs = HangWatch(settings.timeouts.hang_s)
@@ -140,6 +135,11 @@ class NodeAgent:
             if (exit_code := self._ended(records)) is not None:
                 return exit_code
 
+    @property
+    def was_signalled(self) -> bool:
+        """Whether a signal told this node to leave."""
+        return bool(self._signals)
+
     def close(self) -> None:
         """End every worker and let go of the lead and the control socket. Idempotent."""
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
@@ -166,6 +166,7 @@ class NodeAgent:
 
     def _handle_signal(self, number: int) -> None:
         self._signals.append(number)
+        self._workers.stop_signal = number
         name = signal.Signals(number).name
         if len(self._signals) > 1:
             logger.warning("%s again: stopping now", name)
@@ -236,21 +237,16 @@ class NodeAgent:
         environment = worker_environment(
             generation, slot,
             run_id=settings.run_id,
-            role=settings.launch_config.role,
-            num_fresh=sum(other.is_fresh and other.id < generation.id for other in records.generations.values()),
-            max_restarts=settings.max_restarts,
+            launch_config=settings.launch_config,
+            restart_count=records.current.restarts,
             control_socket=str(self._server.path),
             joining=joining,
             extra=settings.env,
         )
-        folder = None
-        if self._log_folder is not None:
-            rank = generation.placement.index(slot)
-            folder = self._log_folder / f"generation_{generation.id}" / self._record.name / str(rank)
+        logs = self._logs.of(slot, generation, environment)
         process = WorkerProcess.start(
-            settings.launch_config, settings.entrypoint, settings.args, index, environment, folder
+            settings.launch_config, settings.entrypoint, settings.args, index, environment, logs, self._events
         )
-        install_signal_handlers(self._inbox)  # torchelastic has just put its own in their place
         self._workers.add(index, generation.id, process)
 
     def _acknowledge(self, records: JobRecords) -> None:
@@ -346,9 +342,3 @@ def policy_of(settings: JobSettings) -> Policy:
         lost_s=timeouts.lease_s + 2,
         below_min_s=timeouts.join_s,
     )
-
-
-def install_signal_handlers(inbox: Inbox) -> None:
-    """SIGTERM, SIGINT and their kin become items of the inbox."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, lambda received, _: inbox.signalled(received))

@@ -12,10 +12,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import PContext, start_processes
+from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext, start_processes
 from torch.distributed.elastic.utils import macros
 
-from etc_agent.agent.logs import WorkerLogs
+from etc_agent.agent.numa import bound
+from etc_agent.agent.torch_events import TorchEvents
+from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import Failure, FailureKind
 
 _PEER_LOST = re.compile(
@@ -28,15 +30,17 @@ _PEER_LOST = re.compile(
 class WorkerProcess:
     """A running worker. A torchelastic process context is all-or-nothing, so each worker has one of its own."""
 
-    def __init__(self, context: PContext, local_rank: int, role: str) -> None:
+    def __init__(self, context: PContext, environment: dict[str, str], events: TorchEvents) -> None:
         self._context = context
-        self._local_rank = local_rank
-        self._role = role
+        self._environment = environment
+        self._events = events
         self.pid: int = context.pids()[0]
         self.exit_code: int | None = None
+        self._killed_by = 0
         self.raised = ""
         self._term_at: float | None = None
         self._kill_at = float("inf")
+        self._stop_signal: int = signal.SIGTERM
         self._is_asked = False
         self._error_file = ""
 
@@ -48,25 +52,36 @@ class WorkerProcess:
         args: tuple[Any, ...],
         local_rank: int,
         environment: dict[str, str],
-        log_folder: Path | None,
+        logs: LogsSpecs,
+        events: TorchEvents,
     ) -> WorkerProcess:
-        """Start `entrypoint` in slot `local_rank`; see `worker_environment` for `environment`."""
+        """Start `entrypoint` in slot `local_rank`; see `worker_environment` for `environment`, `NodeLogs` for `logs`.
+
+        Raises:
+            EtcError: there is no such program, or it cannot be bound to CPUs.
+        """
+        args = tuple(macros.substitute(list(args), str(local_rank)))
+        entrypoint, args = bound(entrypoint, args, local_rank, launch_config.numa_options)
         template = launch_config.log_line_prefix_template
         prefix = template and Template(template).safe_substitute(
             role_name=launch_config.role, rank=environment["RANK"], local_rank=local_rank
         )
-        context = start_processes(
-            name=launch_config.role,
-            entrypoint=entrypoint,
-            args={0: tuple(macros.substitute(list(args), str(local_rank)))},
-            envs={0: environment},
-            logs_specs=WorkerLogs(launch_config.logs_specs, local_rank, log_folder),
-            log_line_prefixes={0: prefix or f"[{launch_config.role}{environment['RANK']}]:"},
-            start_method=launch_config.start_method,
-            duplicate_stdout_filters=launch_config.duplicate_stdout_filters,
-            duplicate_stderr_filters=launch_config.duplicate_stderr_filters,
-        )
-        return cls(context, local_rank, launch_config.role)
+        try:
+            context = start_processes(
+                name=launch_config.role,
+                entrypoint=entrypoint,
+                args={0: args},
+                envs={0: environment},
+                logs_specs=logs,
+                log_line_prefixes={0: prefix or f"[{launch_config.role}{local_rank}]:"},
+                start_method=launch_config.start_method,
+                duplicate_stdout_filters=launch_config.duplicate_stdout_filters,
+                duplicate_stderr_filters=launch_config.duplicate_stderr_filters,
+            )
+        except (FileNotFoundError, PermissionError) as error:
+            raise EtcError(f"the worker's program cannot be started: {error.filename}: {error.strerror}") from None
+        events.worker_started(environment, context.pids()[0])
+        return cls(context, environment, events)
 
     def poll(self) -> int | None:
         """The exit code once the process has ended (128 + signal where one ended it), else None. Never waits."""
@@ -77,12 +92,18 @@ class WorkerProcess:
                 failure = result.failures.get(0)
                 code = failure.exitcode if failure else 0
                 self.exit_code = 128 - code if code < 0 else code
+                self._killed_by = max(-code, 0)
                 self._error_file = self._context.error_files[0]
+                error = json.dumps(failure.error_file_data) if failure else None
+                self._events.worker_ended(
+                    self._environment, self.pid, code, was_stopped=self.is_stopping, error=error
+                )
         return self.exit_code
 
-    def stop(self, grace_s: float, *, after_s: float = 0.0) -> None:
-        """Have `poll` see to it that this process ends: SIGTERM to its group in `after_s` (it may be about to exit by
-        itself), SIGKILL `grace_s` later. A repeated call can only make it sooner."""
+    def stop(self, grace_s: float, *, after_s: float = 0.0, number: int = signal.SIGTERM) -> None:
+        """Have `poll` see to it that this process ends: signal `number` to its group in `after_s` (it may be about to
+        exit by itself), SIGKILL `grace_s` later. A repeated call can only make it sooner."""
+        self._stop_signal = number
         at = time.monotonic() + after_s
         if self._term_at is None or at < self._term_at:
             self._term_at, self._kill_at = at, at + grace_s
@@ -98,7 +119,7 @@ class WorkerProcess:
             self._signal(signal.SIGKILL)
         elif self._term_at is not None and now >= self._term_at and not self._is_asked:
             self._is_asked = True
-            self._signal(signal.SIGTERM)
+            self._signal(self._stop_signal)
 
     def kill_group(self) -> None:
         """Kill whatever is left of its process group."""
@@ -109,8 +130,8 @@ class WorkerProcess:
         that came from a lost peer."""
         if not self.exit_code or self.is_stopping:
             return None
-        if self.exit_code > 128 and not self.raised:
-            name = signal.Signals(self.exit_code - 128).name
+        if self._killed_by and not self.raised:
+            name = _signal_name(self._killed_by)
             return Failure(slot, FailureKind.KILLED, self.exit_code, f"pid {self.pid} was killed by {name}")
         error = self.raised or self._recorded_error()
         if not error:
@@ -129,8 +150,13 @@ class WorkerProcess:
         text = message.get("message", "") if isinstance(message, dict) else str(message)
         return text.strip().splitlines()[0] if text.strip() else ""
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _signal(self, number: int) -> None:
         try:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
             pass
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have numbers only."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

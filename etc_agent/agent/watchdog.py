@@ -1,0 +1,23 @@
+"""torchelastic's file timer: ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` lets a script bound parts of itself in time
+(`torch.distributed.elastic.timer`); a worker whose timer expires is killed."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+from torch.distributed.elastic.timer import FileTimerServer
+
+_FILE = "TORCHELASTIC_TIMER_FILE"
+
+
+def start_watchdog(run_id: str, folder: Path) -> FileTimerServer | None:
+    """The timer server of this node, if it is asked for. Workers inherit the name of its pipe, which lies in `folder`
+    unless TORCHELASTIC_TIMER_FILE names it."""
+    if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") != "1":
+        return None
+    path = os.environ.setdefault(_FILE, str(folder / f"watchdog_timer_{uuid.uuid4()}"))
+    server = FileTimerServer(file_path=path, run_id=run_id, max_interval=0.1, daemon=True)
+    server.start()
+    return server
