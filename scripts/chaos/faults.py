@@ -1,0 +1,201 @@
+"""What can be done to a job: each fault with what it does, when it can be done, and what may follow from it."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from chaos.cluster import LEASE_S, Cluster, Node, send
+
+
+class Nature(StrEnum):
+    """What a fault may lead to. `PLANNED`: changes in place, nothing else. `HARMLESS`: nothing. `LOSS`: a restart from
+    a checkpoint."""
+
+    PLANNED = "planned"
+    HARMLESS = "harmless"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """A fault that was done. After `hold_s` seconds `undo` ends it. `request`: the revision of a request for a size."""
+
+    what: str
+    hold_s: float = 0.0
+    undo: Callable[[], None] = lambda: None
+    request: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`inject` returns None where the fault cannot be done now."""
+
+    kind: str
+    nature: Nature
+    weight: int
+    inject: Callable[[Cluster, random.Random], Injected | None]
+
+
+def _well(cluster: Cluster) -> list[Node]:
+    return [node for node in cluster.nodes if node.may_exit is None and not node.is_away]
+
+
+def _expendable(cluster: Cluster, rng: random.Random) -> Node | None:
+    """A node that may go: another one stays well."""
+    nodes = _well(cluster)
+    return rng.choice(nodes) if len(nodes) > 1 else None
+
+
+def _join(cluster: Cluster, rng: random.Random) -> Injected | None:
+    if not cluster.free_numbers:
+        return None
+    node = cluster.join(rng.choice(cluster.free_numbers))
+    return Injected(f"{node.address} starts")
+
+
+def _sigterm(cluster: Cluster, rng: random.Random) -> Injected | None:
+    if (node := _expendable(cluster, rng)) is None:
+        return None
+    node.may_exit = 0
+    node.run.send(signal.SIGTERM)
+    return Injected(f"SIGTERM to {node.address}")
+
+
+def _drain(cluster: Cluster, rng: random.Random) -> Injected | None:
+    node = _expendable(cluster, rng)
+    if node is None or not cluster.etcd_is_there:
+        return None
+    records = [record for record in cluster.state().nodes if record.address == node.address]
+    if len(records) != 1:
+        return None
+    node.may_exit = 0
+    cluster.client.put(cluster.keys.drain(records[0].name), "")
+    return Injected(f"control/drain/{records[0].name}")
+
+
+def _scale(cluster: Cluster, rng: random.Random) -> Injected | None:
+    if not cluster.etcd_is_there:
+        return None
+    most = cluster.num_nodes * cluster.num_slots
+    sizes = ["max", "max", *map(str, range(1, most + 1)), *(f"nodes={n + 1}" for n in range(cluster.num_nodes))]
+    configs = ["PP2TP1DP1", "PP1TP2DP1", "PP1TP1DP2", "PP2TP2DP1", "PP1TP2DP2", "PP4TP1DP1", "PP1TP1DP5", "rubbish"]
+    size = rng.choice(sizes + configs)
+    return Injected(f"control/scale {size}", request=cluster.client.put(cluster.keys.scale, size))
+
+
+def _kill_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
+    if not (pids := cluster.workers()):
+        return None
+    rank = rng.randrange(len(pids))
+    send(pids[rank], signal.SIGKILL)
+    return Injected(f"SIGKILL to the worker of rank {rank}")
+
+
+def _pause_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
+    if not (pids := cluster.workers()):
+        return None
+    rank, hold_s = rng.randrange(len(pids)), rng.uniform(0.5, 4)
+    pid = pids[rank]
+    send(pid, signal.SIGSTOP)
+    return Injected(f"SIGSTOP to the worker of rank {rank}", hold_s, lambda: send(pid, signal.SIGCONT))
+
+
+def _kill_agent(cluster: Cluster, rng: random.Random) -> Injected | None:
+    if (node := _expendable(cluster, rng)) is None:
+        return None
+    node.may_exit = -signal.SIGKILL
+    node.run.send(signal.SIGKILL)
+    return Injected(f"SIGKILL to {node.address}")
+
+
+def _stop_agent(cluster: Cluster, rng: random.Random, hold_s: float) -> Injected | None:
+    if (node := _expendable(cluster, rng)) is None:
+        return None
+    node.is_away = True
+    node.run.send(signal.SIGSTOP)
+
+    def undo() -> None:
+        send(node.run.process.pid, signal.SIGCONT)
+        node.is_away = False
+
+    return Injected(f"SIGSTOP to {node.address}", hold_s, undo)
+
+
+def _pause_agent(cluster: Cluster, rng: random.Random) -> Injected | None:
+    return _stop_agent(cluster, rng, rng.uniform(0.3, LEASE_S / 3))
+
+
+def _freeze_agent(cluster: Cluster, rng: random.Random) -> Injected | None:
+    return _stop_agent(cluster, rng, LEASE_S + rng.uniform(2, 8))
+
+
+def _kill_etcd(cluster: Cluster, rng: random.Random) -> Injected | None:
+    if not cluster.etcd_is_there:
+        return None
+    cluster.etcd_is_there = False
+    cluster.etcd.kill()
+
+    def undo() -> None:
+        cluster.etcd.start_again()
+        cluster.etcd_is_there = True
+
+    return Injected("SIGKILL to etcd", rng.uniform(0.5, 2 * LEASE_S), undo)
+
+
+def _stop_etcd(cluster: Cluster, rng: random.Random) -> Injected | None:
+    if not cluster.etcd_is_there:
+        return None
+    cluster.etcd_is_there = False
+    pid = cluster.etcd.pid
+    send(pid, signal.SIGSTOP)
+
+    def undo() -> None:
+        send(pid, signal.SIGCONT)
+        cluster.etcd_is_there = True
+
+    return Injected("SIGSTOP to etcd", rng.uniform(0.5, 2 * LEASE_S), undo)
+
+
+def _cut(cluster: Cluster, rng: random.Random, hold_s: float) -> Injected | None:
+    node = _expendable(cluster, rng)
+    if cluster.network is None or node is None or node.host is None:
+        return None
+    network, host = cluster.network, node.host
+    node.is_away = True
+    network.cut(host)
+
+    def undo() -> None:
+        network.heal(host)
+        node.is_away = False
+
+    return Injected(f"{node.address} is cut off", hold_s, undo)
+
+
+FAULTS = (
+    Fault("join", Nature.PLANNED, 8, _join),
+    Fault("sigterm", Nature.PLANNED, 3, _sigterm),
+    Fault("drain", Nature.PLANNED, 3, _drain),
+    Fault("scale", Nature.PLANNED, 5, _scale),
+    Fault("pause_worker", Nature.HARMLESS, 1, _pause_worker),
+    Fault("pause_agent", Nature.HARMLESS, 1, _pause_agent),
+    Fault("kill_etcd", Nature.HARMLESS, 2, _kill_etcd),
+    Fault("stop_etcd", Nature.HARMLESS, 2, _stop_etcd),
+    Fault("blink", Nature.HARMLESS, 1, lambda cluster, rng: _cut(cluster, rng, rng.uniform(0.2, LEASE_S / 3))),
+    Fault("kill_worker", Nature.LOSS, 3, _kill_worker),
+    Fault("kill_agent", Nature.LOSS, 3, _kill_agent),
+    Fault("freeze_agent", Nature.LOSS, 2, _freeze_agent),
+    Fault("cut", Nature.LOSS, 3, lambda cluster, rng: _cut(cluster, rng, LEASE_S * rng.uniform(1.5, 4))),
+)
+
+
+def draw(cluster: Cluster, rng: random.Random, kinds: tuple[str, ...]) -> tuple[Fault, Injected]:
+    """Do one fault that can be done now."""
+    while True:
+        chosen = [fault for fault in FAULTS if not kinds or fault.kind in kinds]
+        (fault,) = rng.choices(chosen, [fault.weight for fault in chosen])
+        if (injected := fault.inject(cluster, rng)) is not None:
+            return fault, injected
