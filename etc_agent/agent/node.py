@@ -14,6 +14,7 @@ from etc_agent.agent.control_server import ControlServer
 from etc_agent.agent.environment import worker_environment
 from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.hangs import HangWatch
+from etc_agent.agent.interface import gloo_variables
 from etc_agent.agent.job_records import JobRecords, RecordReader
 from etc_agent.agent.leadership import Leadership
 from etc_agent.agent.local_workers import LocalWorkers
@@ -241,7 +242,7 @@ class NodeAgent:
             restart_count=records.current.restarts,
             control_socket=str(self._server.path),
             joining=joining,
-            extra=settings.env,
+            extra={**gloo_variables(self._record.address), **settings.env},
         )
         logs = self._logs.of(slot, generation, environment)
         process = WorkerProcess.start(
