@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import tempfile
 import time
@@ -34,6 +35,10 @@ from tests.scenarios.network import Network
 
 CALM_S = 2.0
 """For how long nothing must change before the job counts as settled; longer than the agents wait for one more node."""
+
+
+_GOOD_REASONS = "left before it was ready"
+"""Why a generation may be withdrawn although no fault was a loss: a change of plans."""
 
 
 class GaveUp(Exception):
@@ -121,7 +126,7 @@ class Torment:
         target.with_suffix(".new").write_text(str(last))
         target.with_suffix(".new").rename(target)
         for node in self.cluster.nodes:
-            node.may_exit = 0
+            node.may_exit = (0,)
         deadline = time.monotonic() + self.recover_s
         while self.cluster.nodes:
             self._note_exits()
@@ -137,14 +142,14 @@ class Torment:
 
     def _note_exits(self) -> None:
         for node, code in self.cluster.ended():
-            if code != node.may_exit:
-                expected = "nobody asked it to end" if node.may_exit is None else f"{node.may_exit} was expected"
+            if code not in node.may_exit:
+                expected = f"{node.may_exit[0]} was expected" if node.may_exit else "nobody asked it to end"
                 self.unexpected_exits.append(f"the agent on {node.address} ended with {code}; {expected}")
                 _say(f"     {self.unexpected_exits[-1]}")
 
     def _not_settled(self, state: State, calm_since: float) -> str | None:
         committed, current = state.committed, state.current
-        staying = [node for node in self.cluster.nodes if node.may_exit is None]
+        staying = [node for node in self.cluster.nodes if not node.may_exit]
         if len(staying) < len(self.cluster.nodes):
             return "a node has yet to leave"
         if len(state.nodes) != len(staying):
@@ -173,9 +178,10 @@ class Torment:
         if Nature.LOSS not in natures and any(generation.is_fresh for generation in new):
             reasons = [generation.reason for generation in new if generation.is_fresh]
             self.wrong.append(f"fault {number} ({what}) led to a restart: {reasons[0]}")
-        for line in self.wrong[-2:]:
-            if line.startswith(f"fault {number} "):
-                _say(f"     WRONG: {line}")
+        for id_ in after.withdrawn.keys() - before.withdrawn.keys():
+            _say(f"     generation {id_} was withdrawn: {after.withdrawn[id_]}")
+            if Nature.LOSS not in natures and not re.search(_GOOD_REASONS, after.withdrawn[id_]):
+                self.wrong.append(f"fault {number} ({what}): generation {id_} was withdrawn: {after.withdrawn[id_]}")
 
 
 def _say(line: str) -> None:
@@ -211,6 +217,7 @@ def report(run: Torment, seed: int, gave_up: str) -> dict[str, object]:
         "seed": seed,
         "by_kind": dict(sorted(run.by_kind.items())),
         "steps": found.num_steps,
+        "withdrawn": len(cluster.withdrawn),
         "restarts_from_checkpoint": max(found.lives - 1, 0),
         "steps_repeated_by_restarts": found.steps_repeated,
         "slowest_recovery_s": round(max(run.recoveries_s, default=0.0), 1),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from chaos.lineage import Account
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.records import Current, NodeRecord, Reply
+from etc_agent.reconfig.records import Current, History, NodeRecord, Reply
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.server import EtcdServer
@@ -32,25 +32,31 @@ timeouts: {{lease_s: {lease_s}, join_s: 120, prepare_s: 60, switch_s: 60, drain_
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One agent's process. `may_exit`: the code with which it will end, None while it should live. `is_away`: it is
+    """One agent's process. `may_exit`: the codes with which it may end now; none while it should live. `is_away`: it is
     frozen or cut off at the moment."""
 
     number: int
     address: str
     run: EtcRun
     host: Host | None = None
-    may_exit: int | None = None
+    may_exit: tuple[int, ...] = ()
     is_away: bool = False
+
+    @property
+    def has_joined(self) -> bool:
+        """It has found its place in the job, and says so."""
+        return " is in generation " in self.run.output
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The job's records at one moment."""
+    """The job's records at one moment. `withdrawn`: why, for each generation that was proposed in vain."""
 
     current: Current
     generations: dict[int, Generation]
     nodes: tuple[NodeRecord, ...]
     reply: Reply | None
+    withdrawn: dict[int, str]
 
     @property
     def committed(self) -> Generation | None:
@@ -69,6 +75,7 @@ class Cluster:
         self.keys = JobKeys(_RUN_ID)
         self.account = Account(folder)
         self.generations: dict[int, Generation] = {}
+        self.withdrawn: dict[int, str] = {}
         self.nodes: list[Node] = []
         self.gone: list[Node] = []
         self._pause_s = pause_s
@@ -149,11 +156,15 @@ class Cluster:
             if key.startswith(keys.generations_prefix):
                 generation = Generation.from_json(entry.json())
                 self.generations[generation.id] = generation
+            elif key.startswith(keys.history_prefix):
+                history = History.from_json(entry.json())
+                if history.outcome == "withdrawn":
+                    self.withdrawn[history.generation] = history.why
         current, reply = found.get(keys.current), found.get(keys.reply)
         nodes = (NodeRecord.from_json(found[key].json()) for key in found if key.startswith(keys.nodes_prefix))
         return State(
             Current.from_json(current.json()) if current else Current(), dict(self.generations), tuple(nodes),
-            Reply.from_json(reply.json()) if reply else None,
+            Reply.from_json(reply.json()) if reply else None, dict(self.withdrawn),
         )
 
     def workers(self) -> list[int]:

@@ -41,7 +41,7 @@ class Fault:
 
 
 def _well(cluster: Cluster) -> list[Node]:
-    return [node for node in cluster.nodes if node.may_exit is None and not node.is_away]
+    return [node for node in cluster.nodes if not node.may_exit and not node.is_away]
 
 
 def _expendable(cluster: Cluster, rng: random.Random) -> Node | None:
@@ -60,7 +60,8 @@ def _join(cluster: Cluster, rng: random.Random) -> Injected | None:
 def _sigterm(cluster: Cluster, rng: random.Random) -> Injected | None:
     if (node := _expendable(cluster, rng)) is None:
         return None
-    node.may_exit = 0
+    # Python and torch take a while to start, and one more to enter the job.
+    node.may_exit = (0,) if node.has_joined else (0, -signal.SIGTERM, 128 + signal.SIGTERM)
     node.run.send(signal.SIGTERM)
     return Injected(f"SIGTERM to {node.address}")
 
@@ -72,7 +73,7 @@ def _drain(cluster: Cluster, rng: random.Random) -> Injected | None:
     records = [record for record in cluster.state().nodes if record.address == node.address]
     if len(records) != 1:
         return None
-    node.may_exit = 0
+    node.may_exit = (0,)
     cluster.client.put(cluster.keys.drain(records[0].name), "")
     return Injected(f"control/drain/{records[0].name}")
 
@@ -107,7 +108,7 @@ def _pause_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
 def _kill_agent(cluster: Cluster, rng: random.Random) -> Injected | None:
     if (node := _expendable(cluster, rng)) is None:
         return None
-    node.may_exit = -signal.SIGKILL
+    node.may_exit = (-signal.SIGKILL,)
     node.run.send(signal.SIGKILL)
     return Injected(f"SIGKILL to {node.address}")
 
