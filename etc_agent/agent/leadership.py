@@ -15,12 +15,14 @@ from etc_agent.planner.errors import PlanError
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import indices
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
+from etc_agent.reconfig.tidy import outdated
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election, Mandate
 from etc_agent.rendezvous.errors import EtcdError, FencedError
 from etc_agent.rendezvous.fenced import FencedWriter
 from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.values import Delete, DeletePrefix
 from etc_agent.state.encoding import decode_layout
 from etc_agent.state.layout import Layout
 
@@ -143,8 +145,18 @@ class Leadership:
             history = replace(write.history, time=time.time())
             puts[self._keys.history(history.generation)] = json.dumps(history.to_json())
         assert self._writer is not None
-        self._writer.write(puts)
+        self._writer.write(puts, self._deletes(write, records))
         _announce(write, records.current)
+
+    def _deletes(self, write: Write, records: JobRecords) -> list[Delete | DeletePrefix]:
+        new = {write.generation.id: write.generation} if write.generation else {}
+        acked = {generation for generation, _ in records.acks}
+        old = outdated(write.current, {**records.generations, **new}, acked)
+        return [
+            *(DeletePrefix(self._keys.generation_acks_prefix(generation)) for generation in old.acks),
+            *(Delete(self._keys.generation(generation)) for generation in old.generations),
+            *(Delete(self._keys.history(generation)) for generation in old.generations),
+        ]
 
     def _write_status(self, records: JobRecords) -> None:
         committed = records.generations.get(records.current.committed)

@@ -30,7 +30,7 @@ class TrainState:
     `scheduler`, `scaler`, `extras`: small state that is equal on every rank, carried as JSON. An extra that is not says
     so by an attribute `rule`: ``per_rank`` or ``per_sample`` (docs/worker.md).
     `runtime`: whatever else the script wants to keep for this generation, such as the pipeline schedule. Not carried.
-    `init`: called at the job's start, and after every restart, on the materialised state, to fill in the initial weights
+    `init`: called at the job's start, and after every restart, on the materialised state, to fill in initial weights
     or a checkpoint's. It returns the step that training begins with, None for 0, the same on every rank.
     """
 

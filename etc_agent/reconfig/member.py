@@ -126,6 +126,7 @@ def _messages(
     workers: Mapping[int, WorkerView],
 ) -> list[Action]:
     wanted: list[Action] = []
+    line = committed_line(committed, generations)
     base = base_of(committed, generations)
     for index, worker in workers.items():
         if not worker.in_session or not worker.is_running or worker.started_for < base:
@@ -137,9 +138,9 @@ def _messages(
                 wanted.append(Tell(index, proposed.id, Armed(proposed.id)))
         prepared_for = [generation for kind, generation in worker.told if kind == Prepare.type]
         for generation in prepared_for:
-            if generation == current.proposed:
+            if generation == current.proposed or generation not in generations:  # the latter was told long ago
                 continue
-            if generation in committed_line(committed, generations):
+            if generation in line:
                 wanted.append(Tell(index, generation, Committed(generation)))
             else:
                 wanted.append(Tell(index, generation, Withdrawn(generation, "withdrawn by the leader")))
@@ -208,12 +209,15 @@ def participants(node: str, generation: Generation, generations: Mapping[int, Ge
 
 
 def base_of(generation: Generation, generations: Mapping[int, Generation]) -> int:
-    """The fresh generation that `generation` descends from: older workers are of another life of the job."""
-    return min(committed_line(generation, generations))
+    """The fresh generation that `generation` descends from: older workers are of another life of the job.
+
+    A fresh generation is committed when it is written, so it is the newest before `generation`.
+    """
+    return max(other.id for other in generations.values() if other.is_fresh and other.id <= generation.id)
 
 
 def committed_line(generation: Generation, generations: Mapping[int, Generation]) -> frozenset[int]:
-    """`generation` and those it came from in place, back to the fresh one."""
+    """`generation` and those it came from in place, back to the fresh one or as far as there are records."""
     line = [generation.id]
     while not generation.is_fresh and generation.previous in generations:
         generation = generations[generation.previous]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.choose import NoConfigError, choose_config
+from etc_agent.reconfig.member import base_of
 from etc_agent.reconfig.view import View
 from etc_agent.reconfig.wanted import Largest, Nodes, Wanted, Workers
 
@@ -37,16 +38,8 @@ def in_session(view: View) -> bool:
         return False
     if any(node not in view.live or view.ack(committed.id, node).failure for node in committed.nodes):
         return False
-    first = view.generations[base(view)]
+    first = view.generations[base_of(committed, view.generations)]
     return all(view.ack(first.id, node).in_session for node in first.nodes)
-
-
-def base(view: View) -> int:
-    """The fresh generation that the committed one descends from."""
-    generation = view.generations[view.current.committed]
-    while not generation.is_fresh:
-        generation = view.generations[generation.previous]
-    return generation.id
 
 
 def meeting(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:

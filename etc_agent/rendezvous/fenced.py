@@ -16,7 +16,18 @@ from dataclasses import dataclass
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Mandate
 from etc_agent.rendezvous.errors import AmbiguousError, EtcdUnavailable, FencedError
-from etc_agent.rendezvous.values import Compare, Delete, Get, KeyValue, Op, Put, TxnResult, Value, as_bytes
+from etc_agent.rendezvous.values import (
+    Compare,
+    Delete,
+    DeletePrefix,
+    Get,
+    KeyValue,
+    Op,
+    Put,
+    TxnResult,
+    Value,
+    as_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +69,9 @@ class FencedWriter:
             self._current = _current(result)
             return self._current
 
-    def write(self, puts: Mapping[str, Value], deletes: Sequence[str] = (), timeout_s: float | None = None) -> int:
+    def write(
+        self, puts: Mapping[str, Value], deletes: Sequence[Delete | DeletePrefix] = (), timeout_s: float | None = None
+    ) -> int:
         """Apply all of it at one revision, which is returned, or nothing.
 
         puts: key -> value, at least one; `current` among them where it changes.
@@ -78,7 +91,7 @@ class FencedWriter:
                 Compare.mod_revision(witness.key, witness.mod_revision),
             ]
             ops: list[Op] = [Put(key, value) for key, value in puts.items()]
-            ops += [Delete(key) for key in deletes]
+            ops += deletes
             ops.append(Get(self._current_key))
             is_first = True
             while True:

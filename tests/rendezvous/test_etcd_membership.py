@@ -15,6 +15,7 @@ from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror
 from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.values import Delete
 
 TTL_S = 2
 
@@ -135,7 +136,7 @@ def test_the_leader_writes_several_keys_at_one_revision(agents: list[Agent], key
     assert mandate is not None
     writer = FencedWriter(client, mandate, keys.current)
     client.put(keys.scale, "4")
-    revision = writer.write({keys.current: "1", keys.generation(1): "g"}, deletes=[keys.scale])
+    revision = writer.write({keys.current: "1", keys.generation(1): "g"}, deletes=[Delete(keys.scale)])
     written = [kv for kv in client.get_prefix(keys.root)[0] if kv.mod_revision == revision]
     assert [kv.key for kv in written] == [keys.current, keys.generation(1)]
     assert client.get(keys.scale) is None
