@@ -142,7 +142,9 @@ class Torment:
 
     def _note_exits(self) -> None:
         for node, code in self.cluster.ended():
-            if code not in node.may_exit:
+            if code == 1 and not node.has_joined and "etcd does not answer" in node.run.output:
+                _say(f"     {node.address} could not join while etcd was away")
+            elif code not in node.may_exit:
                 expected = f"{node.may_exit[0]} was expected" if node.may_exit else "nobody asked it to end"
                 self.unexpected_exits.append(f"the agent on {node.address} ended with {code}; {expected}")
                 _say(f"     {self.unexpected_exits[-1]}")

@@ -40,14 +40,12 @@ class Fault:
     inject: Callable[[Cluster, random.Random], Injected | None]
 
 
-def _well(cluster: Cluster) -> list[Node]:
-    return [node for node in cluster.nodes if not node.may_exit and not node.is_away]
-
-
-def _expendable(cluster: Cluster, rng: random.Random) -> Node | None:
-    """A node that may go: another one stays well."""
-    nodes = _well(cluster)
-    return rng.choice(nodes) if len(nodes) > 1 else None
+def _expendable(cluster: Cluster, rng: random.Random, *, starting: bool = False) -> Node | None:
+    """A node that may go, since another one stays and is well; one that is still `starting` only if so wished."""
+    nodes = [node for node in cluster.nodes if not node.may_exit and not node.is_away]
+    well = [node for node in nodes if node.has_joined]
+    chosen = [node for node in (nodes if starting else well) if any(other is not node for other in well)]
+    return rng.choice(chosen) if chosen else None
 
 
 def _join(cluster: Cluster, rng: random.Random) -> Injected | None:
@@ -58,7 +56,7 @@ def _join(cluster: Cluster, rng: random.Random) -> Injected | None:
 
 
 def _sigterm(cluster: Cluster, rng: random.Random) -> Injected | None:
-    if (node := _expendable(cluster, rng)) is None:
+    if (node := _expendable(cluster, rng, starting=True)) is None:
         return None
     # Python and torch take a while to start, and one more to enter the job.
     node.may_exit = (0,) if node.has_joined else (0, -signal.SIGTERM, 128 + signal.SIGTERM)
@@ -106,7 +104,7 @@ def _pause_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
 
 
 def _kill_agent(cluster: Cluster, rng: random.Random) -> Injected | None:
-    if (node := _expendable(cluster, rng)) is None:
+    if (node := _expendable(cluster, rng, starting=True)) is None:
         return None
     node.may_exit = (-signal.SIGKILL,)
     node.run.send(signal.SIGKILL)
