@@ -241,6 +241,9 @@ class EtcdServer:
             f"--initial-cluster={self._cluster or f'{self._name}={peer_url}'}",
             f"--initial-cluster-token={'etc-run' if self._cluster else self._token}",
             "--initial-cluster-state=new",
+            # A job writes for as long as it runs, and nobody looks at old revisions.
+            "--auto-compaction-mode=revision",
+            "--auto-compaction-retention=10000",
             "--logger=zap",
             "--log-level=warn",
         ]

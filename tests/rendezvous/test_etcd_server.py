@@ -132,7 +132,7 @@ def test_a_taken_port_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch, s
 
     taken = int(shared_etcd.endpoint.rpartition(":")[2])
     real, draws = module.free_port, iter([taken])
-    monkeypatch.setattr(module, "free_port", lambda: next(draws, None) or real())
+    monkeypatch.setattr(module, "free_port", lambda *host: next(draws, None) or real(*host))
     with EtcdServer() as server:
         assert server.endpoint != shared_etcd.endpoint
 
