@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import uuid
 from typing import Any
 
@@ -17,9 +18,14 @@ from etc_agent.rendezvous.values import Compare, Delete, DeletePrefix, KeyValue,
 
 logger = logging.getLogger(__name__)
 
+_LOOK_AGAIN_S = 0.2
+
 
 def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
     """Enter the run: as its first agent, as one more of a running job, or in place of one that is over.
+
+    A run that did not end and has no node may be dead; it may also have just begun, or etcd may have been away for
+    longer than the leases. Its nodes are given one lease time to show up.
 
     Returns the job's incarnation, which tells this run of the job from any later one.
 
@@ -27,6 +33,7 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
         EtcError: a different job runs under this run id.
     """
     spec = job_spec(settings)
+    begin, is_waiting = time.monotonic(), False
     while True:
         entries, _ = client.get_prefix(keys.root)
         found = {entry.key: entry for entry in entries}
@@ -35,8 +42,15 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
             running = job.json()
             _check_same(running, spec, settings.run_id)
             return str(running["incarnation"])
+        patience_s = begin + settings.timeouts.lease_s - time.monotonic()
+        if job is not None and not _has_ended(found, keys) and patience_s > 0:
+            if not is_waiting:
+                is_waiting = True
+                logger.info("run id %r has a job without nodes; they are given %.0f s", keys.run_id, patience_s)
+            time.sleep(_LOOK_AGAIN_S)
+            continue
         incarnation = uuid.uuid4().hex
-        if _begin(client, keys, job, {**spec, "incarnation": incarnation}):
+        if _begin(client, keys, found, {**spec, "incarnation": incarnation}):
             return incarnation
 
 
@@ -54,10 +68,12 @@ def job_spec(settings: JobSettings) -> dict[str, Any]:
 
 
 def _is_alive(found: dict[str, KeyValue], keys: JobKeys) -> bool:
+    return not _has_ended(found, keys) and any(key.startswith(keys.nodes_prefix) for key in found)
+
+
+def _has_ended(found: dict[str, KeyValue], keys: JobKeys) -> bool:
     current = found.get(keys.current)
-    if current is not None and Current.from_json(current.json()).outcome is not Outcome.RUNNING:
-        return False
-    return any(key.startswith(keys.nodes_prefix) for key in found)
+    return current is not None and Current.from_json(current.json()).outcome is not Outcome.RUNNING
 
 
 def _check_same(running: dict[str, Any], spec: dict[str, Any], run_id: str) -> None:
@@ -69,17 +85,18 @@ def _check_same(running: dict[str, Any], spec: dict[str, Any], run_id: str) -> N
             )
 
 
-def _begin(client: EtcdClient, keys: JobKeys, job: KeyValue | None, spec: dict[str, Any]) -> bool:
+def _begin(client: EtcdClient, keys: JobKeys, found: dict[str, KeyValue], spec: dict[str, Any]) -> bool:
     """Write the job's first record, once; whether we did. What a dead run left is removed in the same transaction."""
-    revision = job.mod_revision if job else 0
+    job = found.get(keys.job)
+    conditions = [Compare.mod_revision(keys.job, job.mod_revision if job else 0)]
+    if not _has_ended(found, keys):
+        conditions.append(Compare.none_under(keys.nodes_prefix))
     stale = [keys.nodes_prefix, keys.generations_prefix, keys.acks_prefix, keys.history_prefix, keys.drains_prefix]
     ops = [DeletePrefix(prefix) for prefix in stale] if job else []
     gone = [keys.current, keys.status, keys.leader, keys.job_state, keys.reply, keys.scale, keys.pause] if job else []
     try:
         put = Put(keys.job, json.dumps(spec))
-        result = client.transact(
-            [Compare.mod_revision(keys.job, revision)], [*ops, *(Delete(key) for key in gone), put]
-        )
+        result = client.transact(conditions, [*ops, *(Delete(key) for key in gone), put])
     except AmbiguousError:
         return False
     if result.succeeded and job:

@@ -92,16 +92,25 @@ _OPERAND_FIELD = {
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """One condition of a transaction. A key that does not exist has version, create_revision and mod_revision 0."""
+    """One condition of a transaction. A key that does not exist has version, create_revision and mod_revision 0.
+
+    `range_end`: where it is given, the condition is on every key from `key` up to there.
+    """
 
     key: str
     target: Target
     operand: int | bytes
     relation: Relation = Relation.EQUAL
+    range_end: bytes = b""
 
     @staticmethod
     def absent(key: str) -> Compare:
         return Compare(key, Target.CREATE_REVISION, 0)
+
+    @staticmethod
+    def none_under(prefix: str) -> Compare:
+        """No key begins with `prefix`."""
+        return Compare(prefix, Target.CREATE_REVISION, 0, range_end=range_end(prefix.encode()))
 
     @staticmethod
     def present(key: str) -> Compare:
@@ -129,6 +138,7 @@ class Compare:
             result=int(self.relation),
             target=int(self.target),
             key=self.key.encode(),
+            range_end=self.range_end,
             **{_OPERAND_FIELD[self.target]: self.operand},
         )
 

@@ -68,6 +68,7 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
         "mod_revision 6 int64?",
         "value 7 bytes?",
         "lease 8 int64?",
+        "range_end 64 bytes",
     ),
     "TxnRequest": ("compare 1 Compare[]", "success 2 RequestOp[]", "failure 3 RequestOp[]"),
     "TxnResponse": ("header 1 ResponseHeader", "succeeded 2 bool", "responses 3 ResponseOp[]"),
