@@ -7,14 +7,8 @@ import copy
 import dataclasses
 import math
 import os
-import re
 import uuid
-from collections.abc import Callable
 from typing import Any
-
-from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args
 
 from etc_agent.agent.settings import JobSettings, Timeouts
 from etc_agent.errors import EtcError
@@ -24,8 +18,13 @@ from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
 from launcher.options import ELASTIC_BACKEND
 from launcher.timeouts import with_rdzv_conf
+from launcher.torchrun_config import discard, launch_config
 
-_LONG_RANKS = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
+# torchrun's options -> the job file's fields of the same meaning.
+_FIELDS = {
+    "nnodes": "nodes", "nproc_per_node": "workers_per_node", "redirects": "logs.redirects", "tee": "logs.tee",
+    "log_dir": "logs.dir", "local_ranks_filter": "logs.local_ranks_filter", "monitor_interval": "monitor_interval_s",
+}
 
 
 def job_settings(given: Given, standalone: bool) -> JobSettings:
@@ -41,34 +40,41 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
     # torchrun's own code reads the arguments; what it would only warn about is told to the agent instead.
     args.rdzv_backend, args.rdzv_id, args.node_rank = ELASTIC_BACKEND, run_id, 0
     args.rdzv_endpoint = ",".join(etcd.endpoints) or "localhost:0"
-    launch_config, entrypoint, entrypoint_args = _launch_config(args)
-    timeouts = _timeouts(given, launch_config)
-    allowed = _allowed(given)
+    timeouts, parallel, allowed = _timeouts(given), _parallel(given), _allowed(given)
+    JobKeys(run_id, etcd.prefix)  # refuses a name that cannot be part of an etcd key
+    config, entrypoint, entrypoint_args = launch_config(args, lambda name: given.source(name, _FIELDS.get(name, name)))
+    if given.job.timeouts.shutdown_grace_s is None or given.line.given("shutdown_timeout"):
+        assert config.shutdown_timeout is not None
+        timeouts = dataclasses.replace(timeouts, shutdown_grace_s=float(config.shutdown_timeout))
     settings = JobSettings(
         entrypoint=entrypoint,
         args=tuple(entrypoint_args),
-        launch_config=launch_config,
+        launch_config=config,
         run_id=run_id,
-        min_nodes=launch_config.min_nodes,
-        max_nodes=launch_config.max_nodes,
-        num_slots=launch_config.nproc_per_node,
-        local_addr=launch_config.local_addr,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        num_slots=config.nproc_per_node,
+        local_addr=config.local_addr,
         node_rank=node_rank,
         standalone=standalone,
         etcd=etcd,
-        parallel=_parallel(given),
+        parallel=parallel,
         allowed=allowed,
         pack=job.parallel.pack,
         model=job.model_facts,
         global_batch=job.global_batch,
-        max_restarts=launch_config.max_restarts,
+        max_restarts=config.max_restarts,
         alike_failures=job.alike_failures,
-        monitor_interval_s=launch_config.monitor_interval,
+        warm_spares=_warm_spares(given),
+        monitor_interval_s=config.monitor_interval,
         timeouts=timeouts,
         env=dict(job.env),
     )
-    _check_configs(given, settings)
-    JobKeys(settings.run_id, settings.etcd.prefix)  # refuses a name that cannot be part of an etcd key
+    try:
+        _check_configs(given, settings)
+    except EtcError:
+        discard(config)
+        raise
     return settings
 
 
@@ -109,51 +115,11 @@ def _fill_command(args: argparse.Namespace, given: Given) -> None:
     args.module, args.no_python = job.run_as == "module", job.run_as == "program"
 
 
-def _launch_config(args: argparse.Namespace) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
-    """What torchrun makes of its arguments, with each of its complaints as one line."""
-    streams = {name: _streams_by_rank(getattr(args, name)) for name in ("redirects", "tee")}
-    for name, by_rank in streams.items():
-        if isinstance(by_rank, dict):
-            setattr(args, name, "0")
-    nnodes = args.nnodes.split(":")
-    if len(nnodes) > 2 or not all(part.isdecimal() for part in nnodes) or not 0 < int(nnodes[0]) <= int(nnodes[-1]):
-        raise EtcError(f"--nnodes: {args.nnodes!r} is not a number of nodes; write 4, or 1:4 for 1 to 4")
-    is_script = args.run_path or not (args.module or args.no_python)
-    if is_script and not os.path.exists(args.training_script):
-        raise EtcError(f"{args.training_script}: no such training script")
-    try:
-        config, entrypoint, entrypoint_args = config_from_args(args)
-    except (ValueError, AssertionError, RuntimeError) as error:
-        raise EtcError(" ".join(str(error).split())) from None
-    if config.nproc_per_node < 1:
-        raise EtcError(f"--nproc-per-node: expected at least 1, got {args.nproc_per_node}")
-    if any(isinstance(by_rank, dict) for by_rank in streams.values()):
-        assert config.logs_specs is not None
-        config.logs_specs = type(config.logs_specs)(
-            log_dir=args.log_dir,
-            redirects=streams["redirects"],
-            tee=streams["tee"],
-            local_ranks_filter=config.logs_specs._local_ranks_filter,
-        )
-    return config, entrypoint, entrypoint_args
-
-
-def _streams_by_rank(text: str) -> Std | dict[int, Std]:
-    """torchrun's ``0:1,1:3``, for local ranks of more than one digit too, which `Std.from_str` refuses."""
-    if _LONG_RANKS.fullmatch(text):
-        pairs = (pair.split(":") for pair in text.split(","))
-        return {int(rank): Std(int(streams)) for rank, streams in pairs}
-    try:
-        return Std.from_str(text)  # type: ignore[return-value]
-    except ValueError:
-        raise EtcError(f"{text!r} does not name streams; write 0 to 3, or like 0:1,10:3 (local rank:streams)") from None
-
-
 def _node_rank(given: Given) -> int | None:
     """The place in the order of nodes that the user asked for, if any."""
     if given.line.given("node_rank"):
         return int(given.line.args.node_rank)
-    text = given.rdzv_conf.get("node_rank")
+    text = given.rdzv_conf.get("node_rank", given.rdzv_conf.get("rank"))
     if text is not None and not text.isdecimal():
         raise EtcError(f"--rdzv-conf: node_rank: expected a number from 0, got {text!r}")
     return None if text is None else int(text)
@@ -168,13 +134,16 @@ def _run_id(given: Given, standalone: bool) -> str:
     raise EtcError("the job has no name, which the nodes find each other by; give the same --rdzv-id NAME on each node")
 
 
-def _timeouts(given: Given, launch_config: LaunchConfig) -> Timeouts:
-    """The file's timeouts, changed by ``--rdzv-conf settle_s=2,...``; torchrun's shutdown timeout is ours."""
-    timeouts = Timeouts(**given.job.timeouts.model_dump(exclude_none=True))
-    if given.job.timeouts.shutdown_grace_s is None or given.line.given("shutdown_timeout"):
-        assert launch_config.shutdown_timeout is not None
-        timeouts = dataclasses.replace(timeouts, shutdown_grace_s=float(launch_config.shutdown_timeout))
-    return with_rdzv_conf(timeouts, given.rdzv_conf)
+def _timeouts(given: Given) -> Timeouts:
+    """The file's timeouts, changed by ``--rdzv-conf settle_s=2,...``."""
+    return with_rdzv_conf(Timeouts(**given.job.timeouts.model_dump(exclude_none=True)), given.rdzv_conf)
+
+
+def _warm_spares(given: Given) -> bool:
+    text = os.environ.get("ETC_SPARES") or given.job.spares
+    if text not in ("warm", "cold"):
+        raise EtcError(f"ETC_SPARES: expected warm or cold, got {text!r}")
+    return text == "warm"
 
 
 def _parse_config(text: str, source: str) -> ParallelConfig:

@@ -19,24 +19,32 @@ _RDZV_CONF_NAMES = {
     "lease_ttl": "lease_s",
     "read_timeout": "etcd_s",
 }
+# What says where etcd is and who we are (`launcher.etcd_settings`, `launcher.merge`), and what only torchrun's own
+# backends know: a command line that was written for them goes on to work.
+_ELSEWHERE = frozenset({
+    "prefix", "user", "password_file", "protocol", "ca_cert", "ssl_cert", "ssl_cert_key", "node_rank", "rank", "cert",
+    "key", "cacert", "etcd_prefix", "is_host", "store_type", "close_timeout", "heartbeat_timeout",
+    "keep_alive_interval", "keep_alive_max_attempt",
+})
 _MAY_BE_ZERO = ("settle_s", "hang_s")
 
 
 def with_rdzv_conf(timeouts: Timeouts, conf: Mapping[str, Any]) -> Timeouts:
-    """`timeouts` with those that `conf` gives, by our names or by torchrun's. Other keys mean nothing here.
+    """`timeouts` with those that `conf` gives, by our names or by torchrun's.
 
     Raises:
-        EtcError: a value is not a positive number of seconds, or a key looks like one of ours but is not.
+        EtcError: a value is not a positive number of seconds, or neither we nor torchrun's backends know a key.
     """
     known = {field.name for field in dataclasses.fields(Timeouts)}
     for key, value in conf.items():
         name = _RDZV_CONF_NAMES.get(key, key)
-        if name not in known:
-            # Keys of torchrun's own backends mean nothing here; ours all end in _s.
-            if name.endswith("_s"):
-                near = difflib.get_close_matches(name, known, n=1) or sorted(known)
-                raise EtcError(f"--rdzv-conf: unknown timeout {key}; did you mean {', '.join(near)}?")
+        if name in _ELSEWHERE:
             continue
+        if name not in known:
+            names = sorted({*known, *_RDZV_CONF_NAMES, *_ELSEWHERE})
+            near = difflib.get_close_matches(key, names, n=1)
+            said = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
+            raise EtcError(f"--rdzv-conf: unknown key {key}; {said}")
         try:
             seconds = float(value)
         except (TypeError, ValueError):

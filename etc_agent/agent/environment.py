@@ -39,7 +39,7 @@ def worker_environment(
     environment = {
         **extra,
         "RANK": str(rank),
-        **_device(slot.index, is_virtual=launch_config.virtual_local_rank),
+        **device_of(slot.index, is_virtual=launch_config.virtual_local_rank),
         "GROUP_RANK": str(nodes.index(slot.node)),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": launch_config.role,
@@ -65,7 +65,7 @@ def worker_environment(
     return environment
 
 
-def _device(index: int, *, is_virtual: bool) -> dict[str, str]:
+def device_of(index: int, *, is_virtual: bool) -> dict[str, str]:
     """LOCAL_RANK of slot `index`. With ``--virtual-local-rank`` it is 0, and only the slot's device is visible."""
     if not is_virtual:
         return {"LOCAL_RANK": str(index)}

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from etc_agent.errors import EtcError
+
 _UNSENT = "SIGRTMAX"
 
 
@@ -19,20 +21,20 @@ class SignalReceived(Exception):
         self.number = number
 
 
-def parse_signals(names: str) -> tuple[signal.Signals, ...]:
-    """``SIGTERM,SIGUSR1`` as signals.
+def parse_signals(names: str, source: str = "--signals-to-handle") -> tuple[signal.Signals, ...]:
+    """``SIGTERM,SIGUSR1`` as signals. `source`: where they were given, for the error.
 
     Raises:
-        ValueError: one is unknown, or cannot be handled by any process.
+        EtcError: one is unknown, or cannot be handled by any process.
     """
     found = []
     for name in (part.strip() for part in names.split(",")):
         number = signal.Signals.__members__.get(name)
         if number is None:
             near = difflib.get_close_matches(name.upper(), signal.Signals.__members__, n=1, cutoff=0.4)
-            raise ValueError(f"{name!r} is not a signal" + (f"; did you mean {near[0]}?" if near else ""))
+            raise EtcError(f"{source}: {name!r} is not a signal" + (f"; did you mean {near[0]}?" if near else ""))
         if number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError(f"{name} cannot be handled by any process; leave it out")
+            raise EtcError(f"{source}: {name} cannot be handled by any process; leave it out")
         found.append(number)
     return tuple(dict.fromkeys(found))
 

@@ -235,17 +235,43 @@ def test_rdzv_conf_of_the_torchrun_backend_means_the_same_here(script: str, tmp_
         (["--etcd-endpoints=a:1", "--rdzv-id=x", "--etcd-ca-file=/none.pem"], "--etcd-ca-file: /none.pem cannot be"),
         (["--standalone", "--nnodes=many"], "--nnodes: 'many' is not a number of nodes"),
         (["--standalone", "--nnodes=3:2"], "--nnodes: '3:2' is not a number of nodes"),
-        (["--standalone", "--nproc-per-node=some"], "Unsupported nproc_per_node value: some"),
+        (["--standalone", "--nproc-per-node=some"], "--nproc-per-node: 'some' is not a number of workers; write"),
+        (["--standalone", "--nproc-per-node=gpu"], "--nproc-per-node: gpu: Cuda is not available."),
         (["--standalone", "--nproc-per-node=0"], "--nproc-per-node: expected at least 1"),
         (["--standalone", "--parallel=PP"], "--parallel: 'PP' is not a parallel config"),
         (["--standalone", "--parallel=PP4"], "--parallel: PP4TP1DP1 needs 4 workers, the job admits 1"),
         (["--standalone", "--allowed=PP1,DP9"], "--allowed: PP1TP1DP9 needs 9 workers, the job admits 1"),
-        (["--standalone", "--max-restarts=-1"], "max_restarts must be >= 0"),
-        (["--standalone", "-r", "7"], "'7' does not name streams"),
+        (["--standalone", "--max-restarts=-1"], "--max-restarts: expected 0 or more, got -1"),
+        (["--standalone", "-r", "7"], "--redirects: '7' does not name streams"),
+        (["--standalone", "--signals-to-handle=SIGTERM,SIGUSER1"], "'SIGUSER1' is not a signal; did you mean SIGUSR1?"),
+        (["--standalone", "--signals-to-handle=SIGKILL"], "--signals-to-handle: SIGKILL cannot be handled"),
+        (["--standalone", "--event-log-handler=consol"], "'consol' is not a registered event handler; known: console"),
+        (["--standalone", "--rdzv-conf=join_timeot=3"], "unknown key join_timeot; did you mean join_timeout?"),
+        (["--standalone", "--rdzv-conf=colour=red"], "--rdzv-conf: unknown key colour; known: ca_cert"),
+        (["--standalone", "--logs-specs=none"], "Could not find entrypoint under 'torchrun.logs_specs[none]'"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(options: list[str], said: str, script: str) -> None:
     assert said in mistake(*options, script)
+
+
+def test_the_source_of_a_mistake_is_named(job_file: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "two")
+    assert mistake("--standalone", script).startswith("PET_NPROC_PER_NODE: 'two' is not a number of workers")
+    monkeypatch.delenv("PET_NPROC_PER_NODE")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert mistake("--standalone", "--nproc-per-node=3", "--virtual-local-rank", script) == (
+        "--virtual-local-rank: CUDA_VISIBLE_DEVICES=0,1 shows 2 devices, and local rank 2 has none; "
+        "lower --nproc-per-node"
+    )
+
+
+def test_a_mistake_leaves_no_log_folder(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    for option in ("--parallel=PP4", "--rdzv-id=a/b", "--nproc-per-node=0", "--signals-to-handle=x"):
+        mistake("--standalone", option, script)
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_a_missing_script_is_said_before_anything_starts(job_file: str, tmp_path: Path) -> None:
