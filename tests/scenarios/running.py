@@ -163,6 +163,11 @@ class Etcd:
         return wait_until(reply, f"a reply to {request}: {' or '.join(results)}", timeout_s)
 
 
+def etcd_leader(etcd: Etcd) -> str:
+    """The name of the node that leads; empty while none does."""
+    return etcd._etcdctl("get", "--print-value-only", f"/etc-run/{etcd.run_id}/leader").strip()
+
+
 def standalone(
     tmp_path: Path,
     *script: object,

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from running import TINY_JOB, Etcd, EtcRun, steps_of, wait_for_step, wait_until
+from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_step, wait_until
 
 from etc_agent.rendezvous.server import EtcdServer
 
@@ -75,10 +75,6 @@ def test_a_lost_node_is_noticed_within_its_lease_and_the_rest_goes_on(
     wait_until(lambda: any(line["generation"] == generation for line in steps_of(tmp_path)), "steps after the loss")
     other.send(signal.SIGINT)
     assert other.wait() == 130
-
-
-def etcd_leader(etcd: Etcd) -> str:
-    return etcd._etcdctl("get", "--print-value-only", f"/etc-run/{etcd.run_id}/leader").strip()
 
 
 def test_a_request_for_more_than_is_present_waits_for_a_node(

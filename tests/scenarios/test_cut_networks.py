@@ -1,0 +1,77 @@
+"""Nodes with a network of their own each, whose cables are pulled while the job trains."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from network import Host, Network
+from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_step, wait_until
+
+from etc_agent.rendezvous.server import EtcdServer
+
+Cleanup = Callable[[EtcRun], EtcRun]
+LEASE_S = 4
+# A lost node is believed lost a little after its lease, and new workers have to start; both on a machine that is busy.
+NOTICED_WITHIN_S = 2 * LEASE_S + 10
+
+pytestmark = pytest.mark.skipif(bool(Network.why_not()), reason=Network.why_not() or "")
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network(3) as network:
+        yield network
+
+
+@pytest.fixture
+def etcd_server(network: Network) -> Iterator[EtcdServer]:
+    """On the switch itself: every host reaches it by its own cable."""
+    with EtcdServer(host=network.gateway) as server:
+        yield server
+
+
+def node(tmp_path: Path, server: EtcdServer, host: Host) -> EtcRun:
+    return EtcRun(
+        "--nnodes", "1:3", "--nproc-per-node", 1, "--rdzv-id", "job", "--rdzv-conf", f"lease_s={LEASE_S}",
+        "--etcd-endpoints", server.endpoint, "--local-addr", host.address, TINY_JOB, tmp_path, 100_000, 0.05,
+        cwd=tmp_path, prefix=host.prefix,
+    )
+
+
+def test_the_node_of_leader_store_and_rank_0_is_cut_off_and_done_without_and_comes_back(
+    tmp_path: Path, cleanup: Cleanup, network: Network, etcd_server: EtcdServer
+) -> None:
+    etcd = Etcd(etcd_server.endpoint, "job")
+    runs = [cleanup(node(tmp_path, etcd_server, network.hosts[0]))]
+    wait_for_step(tmp_path, 2)
+    runs += [cleanup(node(tmp_path, etcd_server, host)) for host in network.hosts[1:]]
+    wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 3, "three nodes")
+    before, cut = etcd.get("current")["committed"], network.hosts[0]
+    generation = etcd.get(f"generations/{before}")
+    assert etcd_leader(etcd) == cut.address
+    assert generation["placement"][0] == f"{cut.address}/0"
+    assert generation["store"].startswith(f"{cut.address}:")
+
+    network.cut(cut)
+    old = {line["pid"] for line in steps_of(tmp_path)}
+    wait_until(
+        lambda: any(line["generation"] > before for line in steps_of(tmp_path)), "steps without it", NOTICED_WITHIN_S
+    )
+    new = [line for line in steps_of(tmp_path) if line["generation"] > before]
+    assert {line["env_world_size"] for line in new} == {2}
+    begun = min(line["time"] for line in new)
+    assert not [line for line in steps_of(tmp_path) if line["pid"] in old and line["time"] > begun], "one life"
+
+    network.heal(cut)
+    wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 3, "the node that was cut off, back again")
+    assert all(run.process.poll() is None for run in runs), "no agent has ended"
+    last = max(line["step"] for line in steps_of(tmp_path) if line["generation"] > before)
+    wait_until(lambda: any(line["step"] > last + 5 for line in steps_of(tmp_path)[-50:]), "steps on three nodes")
+    for run in runs:
+        run.send(signal.SIGTERM)
+    assert {run.wait() for run in runs} <= {0, 143}
+    for run in runs:
+        run.assert_nothing_left()
