@@ -54,7 +54,22 @@ def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
     patience_s = _patience_s(view.policy, failure.kind, len(committed.nodes))
     if view.failed_s < patience_s:
         return Wait(patience_s - view.failed_s)
+    failure = _left_alone(failure, next((ack.ended for ack in acks if ack.ended), ""))
     return _after(view, failure, has_stepped=any(ack.has_stepped for ack in acks), in_session=_in_session(acks))
+
+
+def _left_alone(failure: Failure, ended: str) -> Failure:
+    """`failure`, where a worker in the slot `ended` has ended with exit code 0 while the others went on.
+
+    Who lost a peer lost that one, unless a better cause is known. A script without a session that failed without a
+    word may have failed for any reason.
+    """
+    if not ended:
+        return failure
+    if failure.kind is FailureKind.PEER_LOST:
+        why = f"it ended with exit code 0 while the others still needed it; {failure.slot}: {failure.error}"
+        return replace(failure, slot=ended, error=why)
+    return replace(failure, error=f"{failure.error} (the worker on {ended} had ended with exit code 0)")
 
 
 def without(view: View, missing: list[str]) -> Verdict:

@@ -181,6 +181,7 @@ def summarise(
         switched=whole and len(switched) == len(members) and not generation.is_fresh,
         has_stepped=any(worker.has_stepped for worker in holding),
         finished=complete and all(_finished(worker, generation.id) for worker in holding),
+        ended=next((f"{node}/{worker.index}" for worker in holding if _finished(worker, generation.id)), ""),
         failure=first_cause(failures),
         step=max((report.step for report in switched), default=0),
         sent_bytes=sum(report.sent_bytes for report in switched),
