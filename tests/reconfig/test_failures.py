@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster import Cluster
 from jobs import ELASTIC, one_node, started
 
@@ -130,6 +132,16 @@ def test_the_cause_is_named_and_not_the_peer_that_noticed() -> None:
     cluster.run()
     assert cluster.current.exit_code == 137
     assert "SIGKILL" in cluster.current.why
+
+
+def test_a_rank_that_left_early_is_named_and_not_the_peer_that_needed_it() -> None:
+    cluster = started(Policy(1, 1, num_slots=2), "a")
+    cluster.workers["a"][1] = replace(cluster.workers["a"][1], exit_code=0)
+    cluster.fail("a", 0, Failure("a/0", FailureKind.PEER_LOST, 1, "Connection reset by peer"))
+    cluster.failed_s = 1e9
+    cluster.run()
+    assert cluster.current.exit_code == 1
+    assert cluster.current.why.startswith("the worker on a/1 failed: it ended with exit code 0 while the others still")
 
 
 def test_a_lost_peer_waits_for_the_lease_of_a_dead_node() -> None:
