@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from etc_agent.agent.admission import admit
 from etc_agent.agent.etcd import connect
 from etc_agent.agent.guardian import Guardian
@@ -53,6 +55,8 @@ def run_job(settings: JobSettings) -> int:
         if exit_code and agent.was_signalled:
             events.agent_broken(f"stopped by a signal; exit code {exit_code}")
         else:
+            if exit_code and agent.error_file and "TORCHELASTIC_ERROR_FILE" in os.environ:
+                get_error_handler().dump_error_file(str(agent.error_file), exit_code)
             events.agent_ended(is_failed=exit_code != 0)
         return exit_code
     except EtcError as error:

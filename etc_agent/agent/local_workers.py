@@ -7,6 +7,7 @@ import signal
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.workers import WorkerProcess
@@ -25,7 +26,7 @@ from etc_agent.control.messages import (
 )
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.member import WorkerView
-from etc_agent.reconfig.records import Failure
+from etc_agent.reconfig.records import Failure, first_cause
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,13 @@ class LocalWorkers:
         for worker in self._workers.values():
             if worker.process.exit_code is None:
                 worker.process.kill_group()
+
+    @property
+    def error_file(self) -> Path | None:
+        """The error file of the worker that most likely made the others fail, where there is one."""
+        failed = {failure: worker for worker in self._workers.values() if (failure := worker.view().failure)}
+        cause = first_cause(failed)
+        return failed[cause].process.error_file if cause else None
 
     @property
     def are_running(self) -> bool:

@@ -141,6 +141,11 @@ class NodeAgent:
         """Whether a signal told this node to leave."""
         return bool(self._signals)
 
+    @property
+    def error_file(self) -> Path | None:
+        """The error file of the worker of this node that most likely made the job fail, where there is one."""
+        return self._workers.error_file
+
     def close(self) -> None:
         """End every worker and let go of the lead and the control socket. Idempotent."""
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)

@@ -141,6 +141,11 @@ class WorkerProcess:
         kind = FailureKind.PEER_LOST if _PEER_LOST.search(error) else FailureKind.RAISED
         return Failure(slot, kind, self.exit_code, error)
 
+    @property
+    def error_file(self) -> Path | None:
+        """What torchelastic's @record has written, if it has, once the process has ended."""
+        return Path(self._error_file) if self._error_file and os.path.isfile(self._error_file) else None
+
     def _recorded_error(self) -> str:
         """The message that torchelastic's @record left, if any."""
         try:
