@@ -1,0 +1,109 @@
+"""What etcd and the way to it can do to a job: training goes on, and requests are met when they can be."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_step, wait_until
+
+from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.server import EtcdServer
+from tests.rendezvous.etcd_helpers import Wire, etcd_cluster, freeze
+
+Cleanup = Callable[[EtcRun], EtcRun]
+LEASE_S = 4
+
+
+def node(tmp_path: Path, endpoints: str, slots: int, number: int = 2) -> EtcRun:
+    return EtcRun(
+        "--nnodes", "1:2", "--nproc-per-node", slots, "--rdzv-id", "job", "--rdzv-conf", f"lease_s={LEASE_S}",
+        "--etcd-endpoints", endpoints, "--local-addr", f"127.0.0.{number}", "--parallel", "PP1TP1DP1",
+        TINY_JOB, tmp_path, 100_000, 0.05, cwd=tmp_path,
+    )
+
+
+def last_step(folder: Path) -> int:
+    return max(line["step"] for line in steps_of(folder))
+
+
+def test_behind_an_etcd_with_half_a_second_of_round_trip_a_job_starts_and_scales(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    etcd = Etcd(etcd_server.endpoint, "job")
+    with Wire(etcd_server.endpoint) as wire:
+        wire.delay_s = 0.25  # each way
+        job = cleanup(node(tmp_path, wire.endpoint, 2))
+        wait_for_step(tmp_path, 3)
+        etcd.scale("2")
+        etcd.reply_to("2", "done")
+        begin, step = time.monotonic(), last_step(tmp_path)
+        wait_for_step(tmp_path, step + 40)
+        assert time.monotonic() - begin < 40 * 0.25, "no step waits for etcd"
+        assert etcd.get("current")["committed"] == 2, "the lease held, and nothing else happened"
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+def test_a_job_whose_lease_is_lost_and_whose_events_are_compacted_trains_on_and_is_led_again(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    etcd = Etcd(etcd_server.endpoint, "job")
+    with Wire(etcd_server.endpoint) as wire, EtcdClient([etcd_server.endpoint]) as client:
+        job = cleanup(node(tmp_path, wire.endpoint, 2))
+        wait_for_step(tmp_path, 3)
+        wire.cut()
+        wait_until(lambda: "/nodes/" not in " ".join(etcd.keys()), "the end of its lease")
+        etcd.scale("2")
+        client.compact(client.put("/elsewhere", ""))
+        step = last_step(tmp_path)
+        wait_for_step(tmp_path, step + 20)
+        wire.mend()
+        etcd.reply_to("2", "done")
+        wait_until(lambda: etcd_leader(etcd) == "127.0.0.2", "its lead")
+        assert etcd.get("current")["committed"] == 2
+        steps = {line["step"] for line in steps_of(tmp_path)}
+        assert steps == set(range(max(steps) + 1)), "no step was lost"
+        assert len({line["pid"] for line in steps_of(tmp_path)}) == 2, "no worker was restarted"
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+def test_three_etcd_members_may_lose_their_leader_by_a_hang_or_a_crash_under_a_running_job(
+    tmp_path: Path, cleanup: Cleanup
+) -> None:
+    with etcd_cluster(3) as servers:
+        job = cleanup(node(tmp_path, ",".join(server.endpoint for server in servers), 2))
+        wait_for_step(tmp_path, 3)
+        hung = leader_of(servers)
+        freeze(hung.pid)  # its connections stay open
+        others = [server for server in servers if server is not hung]
+        wait_until(lambda: is_leader(others[0]) or is_leader(others[1]), "another etcd leader")
+        Etcd(others[0].endpoint, "job").scale("2")
+        Etcd(others[0].endpoint, "job").reply_to("2", "done")
+        os.kill(hung.pid, signal.SIGCONT)
+        crashed = leader_of(others)
+        crashed.kill()
+        alive = next(server for server in servers if server is not crashed)
+        wait_until(lambda: any(is_leader(server) for server in servers if server is not crashed), "an etcd leader")
+        etcd = Etcd(alive.endpoint, "job")
+        etcd.scale("1")
+        etcd.reply_to("1", "done")
+        assert etcd.get("current")["committed"] == 3, "only what was asked for"
+        assert len({line["pid"] for line in steps_of(tmp_path)}) == 2, "no worker was restarted"
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+
+
+def is_leader(server: EtcdServer) -> bool:
+    with urllib.request.urlopen(f"http://{server.endpoint}/metrics", timeout=10) as answer:
+        return re.search(rb"^etcd_server_is_leader 1$", answer.read(), re.MULTILINE) is not None
+
+
+def leader_of(servers: list[EtcdServer]) -> EtcdServer:
+    return wait_until(lambda: next(filter(is_leader, servers), None), "an etcd leader")
