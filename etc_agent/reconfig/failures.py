@@ -45,9 +45,13 @@ def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
 
     `acks`: of every node whose workers count now.
     """
-    missing = view.lost(node for node in committed.nodes if not view.ack(committed.id, node).finished)
+    members = [node for node in committed.nodes if not view.ack(committed.id, node).finished]
+    missing = [*view.lost(members), *(ack.node for ack in acks if ack.lost and ack.node in view.live)]
     if missing:
         return without(view, missing)
+    absent = [view.fenced_in_s(node) for node in members if node not in view.live]
+    if any(seconds > 0 for seconds in absent):
+        return Wait(max(absent))  # whatever comes next must not meet the workers that are still there
     failure = first_cause(ack.failure for ack in acks if ack.failure)
     if failure is None:
         return None

@@ -85,9 +85,14 @@ Action = Start | Stop | Expect | Tell
 
 
 def owed(
-    node: str, current: Current, generations: Mapping[int, Generation], workers: Mapping[int, WorkerView]
+    node: str,
+    current: Current,
+    generations: Mapping[int, Generation],
+    workers: Mapping[int, WorkerView],
+    lost_up_to: int = 0,
 ) -> list[Action]:
-    """Everything that this node has yet to do."""
+    """Everything that this node has yet to do. `lost_up_to`: in generations up to this one the node's workers are lost,
+    and none is started."""
     if current.outcome is not Outcome.RUNNING:
         return [Stop(worker.index) for worker in workers.values() if worker.is_running]
     committed, proposed = generations.get(current.committed), generations.get(current.proposed)
@@ -101,9 +106,9 @@ def owed(
         if worker is None or worker.started_for < base:
             if worker is not None and worker.is_running:
                 actions.append(Stop(index))
-            elif committed.is_fresh:
+            elif committed.is_fresh and committed.id > lost_up_to:
                 actions.append(Start(index, committed, joining=False))
-    joining = indices(node, proposed) - staying if proposed else frozenset()
+    joining = indices(node, proposed) - staying if proposed and proposed.id > lost_up_to else frozenset()
     for index in joining:
         worker = workers.get(index)
         assert proposed is not None
@@ -152,9 +157,13 @@ def _messages(
 
 
 def summarise(
-    node: str, generation: Generation, generations: Mapping[int, Generation], workers: Mapping[int, WorkerView]
+    node: str,
+    generation: Generation,
+    generations: Mapping[int, Generation],
+    workers: Mapping[int, WorkerView],
+    lost_up_to: int = 0,
 ) -> Ack:
-    """This node's acknowledgement of `generation`."""
+    """This node's acknowledgement of `generation`. `lost_up_to`: as in `owed`."""
     base = base_of(generation, generations)
     slots = indices(node, generation)
     own = {index: worker for index, worker in workers.items() if worker.started_for >= base}
@@ -172,6 +181,7 @@ def summarise(
     if ready and len(digests) > 1:
         refused = [Refused(generation.id, "two workers of one node computed different migration plans")]
     failures = [worker.failure for worker in (*holding, *members) if worker.failure]
+    finished = complete and all(_finished(worker, generation.id) for worker in holding)
     return Ack(
         generation.id,
         node,
@@ -180,7 +190,8 @@ def summarise(
         refused=refused[0].error if refused else "",
         switched=whole and len(switched) == len(members) and not generation.is_fresh,
         has_stepped=any(worker.has_stepped for worker in holding),
-        finished=complete and all(_finished(worker, generation.id) for worker in holding),
+        finished=finished,
+        lost=bool(slots) and generation.id <= lost_up_to and not finished,
         ended=next((f"{node}/{worker.index}" for worker in holding if _finished(worker, generation.id)), ""),
         failure=first_cause(failures),
         step=max((report.step for report in switched), default=0),
@@ -201,6 +212,14 @@ def _finished(worker: WorkerView, generation: int) -> bool:
 def indices(node: str, generation: Generation) -> frozenset[int]:
     """The slots of `node` that hold a worker in `generation`."""
     return frozenset(slot.index for slot in generation.placement if slot.node == node)
+
+
+def idle(node: str, num_slots: int, current: Current, generations: Mapping[int, Generation]) -> frozenset[int]:
+    """The slots of `node` that neither the committed nor the proposed generation uses; none before the first."""
+    if not current.committed:
+        return frozenset()
+    used = [generations[g] for g in (current.committed, current.proposed) if g in generations]
+    return frozenset(range(num_slots)).difference(*(indices(node, generation) for generation in used))
 
 
 def participants(node: str, generation: Generation, generations: Mapping[int, Generation]) -> frozenset[int]:

@@ -120,7 +120,8 @@ class Ack(_Json):
 
     `in_session`: every worker said hello, so that the node can change in place. `prepared`: the plan digest, once every
     worker of the node is ready. `refused`: why a worker cannot take part. `switched`: every worker is past the
-    migration vote. `has_stepped`: a worker has ended a training step.
+    migration vote. `lost`: the node has lost its workers of this generation, because it was cut off from etcd or is in
+    another life. `has_stepped`: a worker has ended a training step.
     `ended`: the slot of a worker that has ended with exit code 0, if one has. `stop_ms` and `phases_ms`: the slowest
     worker's; bytes are sums over the node's workers.
     """
@@ -132,6 +133,7 @@ class Ack(_Json):
     refused: str = ""
     switched: bool = False
     finished: bool = False
+    lost: bool = False
     has_stepped: bool = False
     ended: str = ""
     failure: Failure | None = None

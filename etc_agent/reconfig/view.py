@@ -27,6 +27,7 @@ class Policy:
     `switch_s`: from armed to switched; it spans a training step.
     `start_s`: how long a worker that has not opened a session is taken to be still starting.
     `lost_s`: how long a lost node may take to be noticed by its lease.
+    `fence_s`: how long after its lease a node that is cut off may take to stop its workers; see `reconfig.fencing`.
     `blame_s`: how long a worker that lost a peer waits for that peer's own report.
     `below_min_s`: how long the job waits with fewer than `min_nodes`.
     """
@@ -45,6 +46,7 @@ class Policy:
     switch_s: float = 1800.0
     start_s: float = 120.0
     lost_s: float = 12.0
+    fence_s: float = 2.0
     blame_s: float = 3.0
     below_min_s: float = 600.0
 
@@ -56,7 +58,8 @@ class View:
     `nodes`: the live ones. `descriptions`: layout of the job's model under a config, or one line on why the model
     refuses it. `quiet_s`: since the set of nodes or their states last changed. `phase_s`: since `current` last changed.
     `failed_s`: since the first failure of a worker in this generation was reported. `connected_s`: since the leader has
-    been following etcd without a break: before one lease time, an absent node may yet renew its lease.
+    been following etcd without a break: before one lease time, an absent node may yet renew its lease. `absent_s`: node
+    -> since its record went, for those that were seen to go.
     """
 
     policy: Policy
@@ -72,6 +75,7 @@ class View:
     phase_s: float = 0.0
     failed_s: float = 0.0
     connected_s: float = float("inf")
+    absent_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def committed(self) -> Generation | None:
@@ -82,10 +86,14 @@ class View:
         return frozenset(node.name for node in self.nodes)
 
     def lost(self, nodes: Iterable[str]) -> list[str]:
-        """Those of `nodes` that are gone for certain."""
+        """Those of `nodes` that are gone for certain, and their workers with them."""
         if self.connected_s < self.policy.lost_s:
             return []
-        return [node for node in nodes if node not in self.live]
+        return [node for node in nodes if node not in self.live and self.fenced_in_s(node) <= 0]
+
+    def fenced_in_s(self, node: str) -> float:
+        """Until when a node that is gone may still have workers, in seconds from now."""
+        return self.policy.fence_s - self.absent_s.get(node, float("inf"))
 
     @property
     def leaving(self) -> frozenset[str]:

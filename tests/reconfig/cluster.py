@@ -66,6 +66,8 @@ class Cluster:
     refusing: str = ""
     votes_down: str = ""
     connected_s: float = 1e9
+    absent_s: dict[str, float] = field(default_factory=dict)
+    lost_up_to: dict[str, int] = field(default_factory=dict)
 
     # ---- what happens to a job --------------------------------------------------------------------------------
 
@@ -79,6 +81,23 @@ class Cluster:
     def lose(self, name: str) -> None:
         """The node's lease has run out."""
         del self.nodes[name], self.workers[name]
+
+    def cut_off(self, name: str) -> None:
+        """The node's lease has just run out, and its workers may still be there."""
+        del self.nodes[name]
+        self.absent_s[name] = 0.0
+        self.lost_up_to[name] = self.current.next_id - 1
+
+    def fence(self, name: str) -> None:
+        """It stops its workers by itself."""
+        for index, worker in self.workers[name].items():
+            self.workers[name][index] = replace(worker, exit_code=137)
+
+    def live_again(self, name: str) -> None:
+        """An agent of that name starts, which knows nothing of the one before."""
+        self.lost_up_to[name] = self.current.next_id - 1
+        self.workers[name] = {}
+        self.join(name)
 
     def drain(self, name: str) -> None:
         self.nodes[name] = replace(self.nodes[name], state=NodeState.DRAINING)
@@ -107,7 +126,7 @@ class Cluster:
         quiet_s = 1e9 if self.is_quiet else 0.0
         return View(
             self.policy, tuple(self.nodes.values()), self.current, self.generations, self.acks, self.scale, self.drains,
-            self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s, self.connected_s,
+            self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s, self.connected_s, self.absent_s,
         )
 
     def run(self, limit: int = 200) -> None:
@@ -155,7 +174,7 @@ class Cluster:
         if renews := is_used(store_of(self.nodes[name]), self.generations):
             self.revision += 1
             self.nodes[name] = replace(self.nodes[name], store_port=self.revision)
-        actions = member.owed(name, self.current, self.generations, workers)
+        actions = member.owed(name, self.current, self.generations, workers, self.lost_up_to.get(name, 0))
         for action in actions:
             match action:
                 case member.Start(index, generation, _):
@@ -207,7 +226,8 @@ class Cluster:
         for generation_id in (self.current.committed, self.current.proposed):
             generation = self.generations.get(generation_id)
             if generation and member.participants(name, generation, self.generations):
-                ack = member.summarise(name, generation, self.generations, self.workers[name])
+                lost_up_to = self.lost_up_to.get(name, 0)
+                ack = member.summarise(name, generation, self.generations, self.workers[name], lost_up_to)
                 changed |= self.acks.get((generation_id, name)) != ack
                 self.acks[generation_id, name] = ack
         return changed
