@@ -26,7 +26,7 @@ _JOB = Path(__file__).with_name("job.py")
 _CONFIG = """
 max_restarts: 1000000
 alike_failures: 0
-timeouts: {{lease_s: {lease_s}, join_s: 120, prepare_s: 60, switch_s: 60, drain_s: 60, shutdown_grace_s: 5}}
+timeouts: {{lease_s: {lease_s}, join_s: 120, prepare_s: 60, switch_s: 60, drain_s: 60, shutdown_grace_s: 5, hang_s: 12}}
 """
 
 

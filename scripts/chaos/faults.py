@@ -94,6 +94,15 @@ def _kill_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
     return Injected(f"SIGKILL to the worker of rank {rank}")
 
 
+def _hang_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
+    """For good: it has to be found by lack of progress."""
+    if not (pids := cluster.workers()):
+        return None
+    rank = rng.randrange(len(pids))
+    send(pids[rank], signal.SIGSTOP)
+    return Injected(f"SIGSTOP for good to the worker of rank {rank}")
+
+
 def _pause_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
     if not (pids := cluster.workers()):
         return None
@@ -185,6 +194,7 @@ FAULTS = (
     Fault("stop_etcd", Nature.HARMLESS, 2, _stop_etcd),
     Fault("blink", Nature.HARMLESS, 1, lambda cluster, rng: _cut(cluster, rng, rng.uniform(0.2, LEASE_S / 3))),
     Fault("kill_worker", Nature.LOSS, 3, _kill_worker),
+    Fault("hang_worker", Nature.LOSS, 1, _hang_worker),
     Fault("kill_agent", Nature.LOSS, 3, _kill_agent),
     Fault("freeze_agent", Nature.LOSS, 2, _freeze_agent),
     Fault("cut", Nature.LOSS, 3, lambda cluster, rng: _cut(cluster, rng, LEASE_S * rng.uniform(1.5, 4))),
