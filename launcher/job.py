@@ -188,6 +188,7 @@ class Job(Section):
     model: ModelSection = ModelSection()
     global_batch: PositiveInt | None = None
     max_restarts: Annotated[int, Field(ge=0)] | None = None
+    spares: Literal["warm", "cold"] = "warm"
     alike_failures: Annotated[int, Field(ge=0)] = 3
     monitor_interval_s: Seconds | None = None
     timeouts: TimeoutsSection = TimeoutsSection()

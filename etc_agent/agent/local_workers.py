@@ -45,6 +45,7 @@ class LocalWorker:
     slot: Slot
     started_for: int
     process: WorkerProcess
+    started_at: float
     channel: Channel | None = None
     is_closed: bool = False
     ended_at: float = 0.0
@@ -111,7 +112,7 @@ class LocalWorkers:
     def add(self, index: int, started_for: int, process: WorkerProcess) -> None:
         """A process was started in slot `index`; the one that was there before has ended."""
         self._guardian.watch_group(process.pid)
-        self._workers[index] = LocalWorker(Slot(self._node, index), started_for, process)
+        self._workers[index] = LocalWorker(Slot(self._node, index), started_for, process, time.monotonic())
 
     def poll(self) -> None:
         """Look for ended processes."""
@@ -145,6 +146,14 @@ class LocalWorkers:
     @property
     def are_running(self) -> bool:
         return any(worker.process.exit_code is None for worker in self._workers.values())
+
+    def are_under_way(self, start_s: float) -> bool:
+        """Whether every worker that runs has opened its session, or has been running for `start_s`."""
+        now = time.monotonic()
+        return all(
+            worker.in_session or worker.process.exit_code is not None or now - worker.started_at >= start_s
+            for worker in self._workers.values()
+        )
 
     def tell(self, index: int, generation: int, message: Message) -> None:
         """Send `message` once."""

@@ -30,6 +30,23 @@ class NodeLogs:
         self._specs, self._folder, self._num_slots = specs, folder, num_slots
         self._given: tuple[int, LogsDest, dict[int, dict[str, str]]] = (0, LogsDest(), {})
 
+    @property
+    def admit_spares(self) -> bool:
+        """Whether a process can log before it has a rank: not where the user's own LogsSpecs decide."""
+        return type(self._specs) is DefaultLogsSpecs
+
+    def of_spare(self, slot: Slot, number: int) -> tuple[LogsSpecs, Path | None]:
+        """The LogsSpecs of the `number`-th spare of this agent, and the folder of its files, if any."""
+        path = self._folder and self._folder / "spares" / slot.node / f"{slot.index}-{number}"
+        return WorkerLogs(self._specs, slot.index, path), path
+
+    def adopt(self, folder: Path | None, slot: Slot, generation: Generation) -> None:
+        """The spare that logs to `folder` is the worker in `slot` of `generation` now: its files are found there."""
+        if self._folder is not None and folder is not None:
+            place = self._folder / f"generation_{generation.id}" / slot.node / str(generation.placement.index(slot))
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(os.path.relpath(folder, place.parent))
+
     def of(self, slot: Slot, generation: Generation, environment: Mapping[str, str]) -> LogsSpecs:
         """The LogsSpecs of the one worker that is started in `slot` for `generation`."""
         if type(self._specs) is DefaultLogsSpecs:

@@ -20,10 +20,11 @@ from etc_agent.agent.leadership import Leadership
 from etc_agent.agent.local_workers import LocalWorkers
 from etc_agent.agent.logs import NodeLogs
 from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.spares import Spares, spare_command
 from etc_agent.agent.stores import Stores
 from etc_agent.agent.torch_events import TorchEvents
 from etc_agent.agent.workers import WorkerProcess
-from etc_agent.control.channel import Channel
+from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE, SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _LEAVER_GRACE_S = 10.0
+_UNDER_WAY_S = 10.0
+"""Spares leave the machine to workers that start for so long, or until they have opened their sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,8 @@ class NodeAgent:
         self._signals: list[int] = []
         self._drain_deadline_s = self._drain_deadline = float("inf")
         self._is_stopping = False
+        self._spares = Spares(self._start_spare, guardian)
+        self._spare_command = spare_command(settings.entrypoint, settings.args)
         self._reported = 0
         self._workers_reported = -1
 
@@ -130,6 +135,7 @@ class NodeAgent:
             self._report(records)
             self._renew_store(records)
             self._act(records)
+            self._spares.keep(self._idle_slots(records))
             self._acknowledge(records)
             view = self._leadership.observe(records, self._mirror.connected_for_s)
             timeout_s = self._lead(records, view)
@@ -148,6 +154,7 @@ class NodeAgent:
 
     def close(self) -> None:
         """End every worker and let go of the lead and the control socket. Idempotent."""
+        self._spares.close()
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
         while self._workers.are_running:
             self._workers.poll()
@@ -160,7 +167,10 @@ class NodeAgent:
 
     def _hear(self, items: list[_Said | int | None]) -> None:
         for item in items:
-            if isinstance(item, _Said):
+            if isinstance(item, _Said) and item.hello.generation == SPARE_GENERATION:
+                if item.message is not None:
+                    self._spares.receive(item.hello, item.channel)
+            elif isinstance(item, _Said):
                 described = self._workers.receive(item.hello, item.channel, item.message)
                 if described is not None:
                     self._leadership.learn(described)
@@ -247,13 +257,40 @@ class NodeAgent:
             restart_count=records.current.restarts,
             control_socket=str(self._server.path),
             joining=joining,
-            extra={**gloo_variables(self._record.address), **settings.env},
+            extra=self._common_environment,
         )
-        logs = self._logs.of(slot, generation, environment)
-        process = WorkerProcess.start(
-            settings.launch_config, settings.entrypoint, settings.args, index, environment, logs, self._events
-        )
+        if (spare := self._spares.take(index, environment)) is not None:
+            process, folder = spare
+            process.begin(environment)
+            self._logs.adopt(folder, slot, generation)
+        else:
+            logs = self._logs.of(slot, generation, environment)
+            process = WorkerProcess.start(
+                settings.launch_config, settings.entrypoint, settings.args, index, environment, logs, self._events
+            )
         self._workers.add(index, generation.id, process)
+
+    def _start_spare(self, index: int, number: int) -> tuple[WorkerProcess, Path | None]:
+        assert self._spare_command is not None
+        environment = {**self._common_environment, SOCKET_VARIABLE: str(self._server.path), SLOT_VARIABLE: str(index)}
+        logs, folder = self._logs.of_spare(Slot(self._record.name, index), number)
+        process = WorkerProcess.start(
+            self._settings.launch_config, *self._spare_command, index, environment, logs, self._events
+        )
+        return process, folder
+
+    def _idle_slots(self, records: JobRecords) -> frozenset[int]:
+        """The slots that should hold a spare: those without a worker, once the workers are under way."""
+        wanted = self._settings.warm_spares and self._spare_command is not None and self._logs.admit_spares
+        if not wanted or self._is_stopping or self._signals or self._record.name in records.drains:
+            return frozenset()
+        if records.current.outcome is not Outcome.RUNNING or not self._workers.are_under_way(_UNDER_WAY_S):
+            return self._spares.indices
+        return member.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
+
+    @property
+    def _common_environment(self) -> dict[str, str]:
+        return {**gloo_variables(self._record.address), **self._settings.env}
 
     def _acknowledge(self, records: JobRecords) -> None:
         views = self._workers.views()

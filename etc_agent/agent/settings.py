@@ -84,12 +84,13 @@ class JobSettings:
 
     `entrypoint`, `args`: as torchrun's `config_from_args` yields them; `entrypoint` is an executable, or a function
     under ``--run-path`` and `launcher.elastic_launch`. `launch_config` is torchrun's `LaunchConfig` of the same
-    arguments (LogsSpecs, start method, NUMA binding, signals, log filters ...), typed Any because this module imports
-    no torch. `num_slots`: workers per node. `standalone`: this node is the whole job and starts its own etcd.
-    `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that may be
-    chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks. `node_rank`: only
-    where the user gave one. `alike_failures`: so many failures alike before the first step end the job, 0 for never.
-    `env`: added to every worker's environment.
+    arguments (LogsSpecs, start method, NUMA binding, signals, log filters ...), typed Any because this module
+    imports no torch. `num_slots`: workers per node. `standalone`: this node is the whole job and starts its own
+    etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
+    may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
+    `node_rank`: only where the user gave one. `alike_failures`: so many failures alike before the first step end
+    the job, 0 for never. `warm_spares`: whether idle slots hold processes that are ready to begin. `env`: added to
+    every worker's environment.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -110,6 +111,7 @@ class JobSettings:
     global_batch: int | None = None
     max_restarts: int = 0
     alike_failures: int = 3
+    warm_spares: bool = True
     monitor_interval_s: float = 0.1
     timeouts: Timeouts = field(default_factory=Timeouts)
     env: Mapping[str, str] = field(default_factory=dict)

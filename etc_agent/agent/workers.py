@@ -56,6 +56,7 @@ class WorkerProcess:
         events: TorchEvents,
     ) -> WorkerProcess:
         """Start `entrypoint` in slot `local_rank`; see `worker_environment` for `environment`, `NodeLogs` for `logs`.
+        Without a RANK in it this is a spare, until `begin`.
 
         Raises:
             EtcError: there is no such program, or it cannot be bound to CPUs.
@@ -64,7 +65,7 @@ class WorkerProcess:
         entrypoint, args = bound(entrypoint, args, local_rank, launch_config.numa_options)
         template = launch_config.log_line_prefix_template
         prefix = template and Template(template).safe_substitute(
-            role_name=launch_config.role, rank=environment["RANK"], local_rank=local_rank
+            role_name=launch_config.role, rank=environment.get("RANK", "spare"), local_rank=local_rank
         )
         try:
             context = start_processes(
@@ -80,8 +81,15 @@ class WorkerProcess:
             )
         except (FileNotFoundError, PermissionError) as error:
             raise EtcError(f"the worker's program cannot be started: {error.filename}: {error.strerror}") from None
-        events.worker_started(environment, context.pids()[0])
-        return cls(context, environment, events)
+        process = cls(context, environment, events)
+        if "RANK" in environment:
+            events.worker_started(environment, process.pid)
+        return process
+
+    def begin(self, environment: dict[str, str]) -> None:
+        """This spare is a worker now."""
+        self._environment = environment
+        self._events.worker_started(environment, self.pid)
 
     def poll(self) -> int | None:
         """The exit code once the process has ended (128 + signal where one ended it), else None. Never waits."""
@@ -94,10 +102,11 @@ class WorkerProcess:
                 self.exit_code = 128 - code if code < 0 else code
                 self._killed_by = max(-code, 0)
                 self._error_file = self._context.error_files[0]
-                error = json.dumps(failure.error_file_data) if failure else None
-                self._events.worker_ended(
-                    self._environment, self.pid, code, was_stopped=self.is_stopping, error=error
-                )
+                if "RANK" in self._environment:
+                    error = json.dumps(failure.error_file_data) if failure else None
+                    self._events.worker_ended(
+                        self._environment, self.pid, code, was_stopped=self.is_stopping, error=error
+                    )
         return self.exit_code
 
     def stop(self, grace_s: float, *, after_s: float = 0.0, number: int = signal.SIGTERM) -> None:

@@ -15,6 +15,8 @@ SOCKET_VARIABLE = "ETC_CONTROL_SOCKET"
 SLOT_VARIABLE = "ETC_SLOT"
 GENERATION_VARIABLE = "ETC_GENERATION"
 JOINING_VARIABLE = "ETC_JOINING"
+SPARE_GENERATION = 0
+"""What a warm spare says it was started for."""
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 """Makes a worker that has said hello write all its stacks to standard error. Nothing else is known to use it."""
 MAX_FRAME_BYTES = 256 << 20

@@ -135,6 +135,14 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """To a warm spare: run the script now, with `environment` added to yours."""
+
+    type: ClassVar[str] = "begin"
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class WhereAreYou:
     """No step has ended for long. Answer at once with Position."""
 
@@ -182,13 +190,13 @@ class Committed:
 
 Message = (
     Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Position | Raised
-    | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed
+    | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
         Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Position, Raised,
-        Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed,
+        Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed,
     )
 }
 
