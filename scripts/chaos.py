@@ -98,6 +98,8 @@ class Torment:
         deadline, calm_since, seen = time.monotonic() + self.recover_s, time.time(), None
         while True:
             self._note_exits()
+            if not self.cluster.nodes:
+                raise GaveUp("no agent is left")
             try:
                 state = self.cluster.state()
             except EtcdError as error:
