@@ -2,18 +2,23 @@
 
 A parent-death signal follows the spawning thread and misses grandchildren; a pipe does neither. The agent holds the
 write end, and whatever kills the agent closes it. The guardian then kills the process groups that it was told of and
-removes the folders.
+removes the folders. An agent that is stopped closes nothing, so it also says until when the groups may live.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import IO
+
+_LONGEST_S = 3600.0
 
 
 class Guardian:
@@ -26,6 +31,7 @@ class Guardian:
         )
         assert self._process.stdin is not None
         self._pipe: IO[str] = self._process.stdin
+        self._lock = threading.Lock()
 
     @property
     def pid(self) -> int:
@@ -39,6 +45,10 @@ class Guardian:
         """Process group `group` is gone; its number may be another's soon."""
         self._tell(f"forget {group}")
 
+    def allow_until(self, deadline: float) -> None:
+        """Kill the groups of now if `deadline`, in time.monotonic() seconds, passes before another is given."""
+        self._tell(f"until {deadline}")
+
     def remove_folder(self, folder: Path) -> None:
         """Remove `folder` and what is in it when the agent is gone, however it goes."""
         self._tell(f"remove {folder}")
@@ -50,8 +60,9 @@ class Guardian:
 
     def _tell(self, line: str) -> None:
         try:
-            self._pipe.write(line + "\n")
-            self._pipe.flush()
+            with self._lock:
+                self._pipe.write(line + "\n")
+                self._pipe.flush()
         except OSError:
             raise RuntimeError("the guardian process is gone; a dead agent would now leave workers behind") from None
 
@@ -62,21 +73,40 @@ def _guard() -> None:
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     folders: list[str] = []
-    for line in sys.stdin:
-        command, _, operand = line.rstrip("\n").partition(" ")
-        if command == "watch":
-            groups.add(int(operand))
-        elif command == "forget":
-            groups.discard(int(operand))
-        elif command == "remove":
-            folders.append(operand)
+    until, heard = float("inf"), b""
+    while True:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            _kill(groups)
+            until = float("inf")
+            continue
+        if not select.select([0], [], [], min(left_s, _LONGEST_S))[0]:
+            continue
+        more = os.read(0, 1 << 16)
+        if not more:
+            break
+        *lines, heard = (heard + more).split(b"\n")
+        for line in lines:
+            command, _, operand = line.decode().partition(" ")
+            if command == "watch":
+                groups.add(int(operand))
+            elif command == "forget":
+                groups.discard(int(operand))
+            elif command == "until":
+                until = float(operand)
+            elif command == "remove":
+                folders.append(operand)
+    _kill(groups)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill(groups: set[int]) -> None:
     for group in groups:
         try:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

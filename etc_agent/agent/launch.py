@@ -29,12 +29,13 @@ from etc_agent.agent.stores import Stores
 from etc_agent.agent.torch_events import TorchEvents
 from etc_agent.agent.watchdog import start_watchdog
 from etc_agent.errors import EtcError
+from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import NodeRecord
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import NameTakenError
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.membership import Membership
-from etc_agent.rendezvous.mirror import Mirror
+from etc_agent.rendezvous.mirror import Mirror, Snapshot
 from etc_agent.rendezvous.server import EtcdServer
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def _assemble(
     logs = NodeLogs(settings.launch_config.logs_specs, _log_folder(settings), settings.num_slots)
     agent = NodeAgent(
         settings, record, client, keys, mirror, membership, guardian, inbox, incarnation, run_folder,
-        logs, events, stores,
+        logs, events, stores, _earlier_generation(mirror.snapshot(), keys, membership.key),
     )
     stack.callback(agent.close)
     stack.callback(ignore, handled)
@@ -118,11 +119,17 @@ def _register(
         record = NodeRecord(name, address, settings.num_slots, store_port, uuid.uuid4().hex, rank=settings.node_rank)
         try:
             value = json.dumps(record.to_json())
-            ttl_s = max(1, round(settings.timeouts.lease_s))
-            return record, Membership(client, keys.node(name), value, ttl_s=ttl_s)
+            return record, Membership(client, keys.node(name), value, ttl_s=Fencing(settings.timeouts.lease_s).ttl_s)
         except NameTakenError:
             continue
     raise EtcError(f"{_MAX_NAMES} nodes are called {wanted}; give each its own with --local-addr")
+
+
+def _earlier_generation(snapshot: Snapshot, keys: JobKeys, own: str) -> int:
+    """The newest generation that was there before this node: one of this name in it was another life."""
+    joined = snapshot[own].create_revision
+    earlier = snapshot.under(keys.generations_prefix).items()
+    return max((int(number) for number, entry in earlier if entry.create_revision < joined), default=0)
 
 
 def _log_folder(settings: JobSettings) -> Path | None:

@@ -57,6 +57,8 @@ class Leadership:
         self._writer: FencedWriter | None = None
         self._mandate: Mandate | None = None
         self._nodes, self._phase, self._failed = _Stopwatch(), _Stopwatch(), _Stopwatch()
+        self._known: set[str] = set()
+        self._gone_at: dict[str, float] = {}
         self._status: dict[str, object] = {}
         self._status_at = 0.0
         self._complaint = ""
@@ -69,10 +71,13 @@ class Leadership:
         committed = records.current.committed
         failures = any(ack.failure for (generation, _), ack in records.acks.items() if generation >= committed)
         failed_s = self._failed.elapsed((committed, failures))
+        now, live = time.monotonic(), {node.name for node in records.nodes}
+        self._known |= live
+        self._gone_at = {name: self._gone_at.get(name, now) for name in self._known - live}
         return View(
             self._policy, records.nodes, records.current, records.generations, records.acks, records.scale,
             frozenset(records.drains), records.paused, self._descriptions, quiet_s, phase_s,
-            failed_s if failures else 0.0, connected_s,
+            failed_s if failures else 0.0, connected_s, {name: now - at for name, at in self._gone_at.items()},
         )
 
     def learn(self, described: messages.Described) -> None:

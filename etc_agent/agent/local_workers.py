@@ -13,6 +13,7 @@ from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.workers import WorkerProcess
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import (
+    SIGNS_OF_LIFE,
     Described,
     FirstStep,
     Hello,
@@ -180,7 +181,7 @@ class LocalWorkers:
         worker = self._workers.get(hello.local_rank)
         if worker is None or worker.started_for != hello.generation:
             return None
-        if isinstance(message, Hello | Switched | FirstStep | Progress):
+        if isinstance(message, SIGNS_OF_LIFE):
             worker.life_at = time.monotonic()
         match message:
             case None:

@@ -7,11 +7,13 @@ import logging
 import queue
 import signal
 import time
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
 from etc_agent.agent.environment import worker_environment
+from etc_agent.agent.fence import Fence
 from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.hangs import HangWatch
 from etc_agent.agent.interface import gloo_variables
@@ -25,10 +27,11 @@ from etc_agent.agent.stores import Stores
 from etc_agent.agent.torch_events import TorchEvents
 from etc_agent.agent.workers import WorkerProcess
 from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE, SPARE_GENERATION, Channel
-from etc_agent.control.messages import Hello, Message
+from etc_agent.control.messages import SIGNS_OF_LIFE, Hello, Message
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig import member
+from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.view import Policy, View, is_used, store_of
 from etc_agent.rendezvous.client import EtcdClient
@@ -97,6 +100,7 @@ class NodeAgent:
         logs: NodeLogs,
         events: TorchEvents,
         stores: Stores,
+        earlier_generation: int,
     ) -> None:
         self._incarnation = incarnation
         self._settings, self._record = settings, record
@@ -105,7 +109,10 @@ class NodeAgent:
         self._reader = RecordReader(keys)
         self._workers = LocalWorkers(record.name, guardian)
         self._hangs = HangWatch(settings.timeouts.hang_s)
-        self._server = ControlServer(run_folder, inbox.said)
+        self._server = ControlServer(run_folder, self._said)
+        self._fence = Fence(Fencing(settings.timeouts.lease_s), lambda: membership.lease, guardian)
+        self._lost_up_to = earlier_generation
+        self._cut_off_since = float("inf")
         self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
         self._election: Election | None = None
         self._leaderless_since = time.monotonic()
@@ -123,9 +130,10 @@ class NodeAgent:
         timeout_s = 0.0
         while True:
             self._hear(self._inbox.take(min(timeout_s, _TICK_S)))
+            records = self._reader.read(self._mirror.snapshot())
+            self._heed_fence(records)
             self._workers.poll()
             self._hangs.look(self._workers.all())
-            records = self._reader.read(self._mirror.snapshot())
             if records.incarnation not in ("", self._incarnation) and not self._is_stopping:
                 logger.error("this job's run id %r has been taken over by a later run; stopping", self._settings.run_id)
                 self._stop_now()
@@ -159,11 +167,18 @@ class NodeAgent:
         while self._workers.are_running:
             self._workers.poll()
             time.sleep(0.02)
+        self._fence.close()
         if self._election is not None:
             self._election.close()
         self._server.close()
 
     # ---- what comes in --------------------------------------------------------------------------------------------
+
+    def _said(self, hello: Hello, channel: Channel, message: Message | None) -> None:
+        """From the reader threads: the loop may be waiting for etcd."""
+        if isinstance(message, SIGNS_OF_LIFE):
+            self._fence.saw_life()
+        self._inbox.said(hello, channel, message)
 
     def _hear(self, items: list[_Said | int | None]) -> None:
         for item in items:
@@ -205,6 +220,32 @@ class NodeAgent:
         self._is_stopping = True
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
 
+    def _heed_fence(self, records: JobRecords) -> None:
+        """Where the others may have gone on without this node, it begins anew as one more."""
+        committed = records.generations.get(records.current.committed)
+        others = [store_of(node) for node in records.nodes if node.name != self._record.name]
+        is_shared = committed is not None and committed.nodes != (self._record.name,)
+        self._fence.observe(others if self._workers.are_running else (), is_shared=is_shared)
+        if why := self._fence.fell:
+            logger.error("%s: its workers are stopped, and it joins again when etcd answers", why)
+            self._lost_up_to, self._cut_off_since = records.current.next_id - 1, time.monotonic()
+            self._workers.stop_all(0.0)
+            self._fence.lift()
+            self._record = replace(self._record, instance=uuid.uuid4().hex)
+            try:
+                self._membership.update(json.dumps(self._record.to_json()))
+            except EtcdError as error:
+                logger.debug("the next registration carries the new instance: %s", error)
+        limit_s = self._settings.timeouts.join_s
+        if self._membership.is_registered:
+            self._cut_off_since = float("inf")
+        elif time.monotonic() - self._cut_off_since > limit_s and not self._is_stopping:
+            logger.error("etcd has not answered for %g s (timeouts.join_s) since the workers were stopped", limit_s)
+            self._stop_now()
+        if self._membership.is_name_taken and not self._is_stopping:
+            logger.error("another node has registered as %s meanwhile; stopping", self._record.name)
+            self._stop_now()
+
     def _report(self, records: JobRecords) -> None:
         """One line when this node's part in the job has changed; the leader says what changed in the job."""
         committed = records.generations.get(records.current.committed)
@@ -237,7 +278,9 @@ class NodeAgent:
         if self._is_stopping:
             return
         grace_s = self._settings.timeouts.shutdown_grace_s
-        for action in member.owed(self._record.name, records.current, records.generations, self._workers.views()):
+        for action in member.owed(
+            self._record.name, records.current, records.generations, self._workers.views(), self._lost_up_to
+        ):
             match action:
                 case member.Start(index, generation, joining):
                     self._start(index, generation, records, joining=joining)
@@ -298,8 +341,8 @@ class NodeAgent:
             generation = records.generations.get(generation_id)
             if generation is None or not member.participants(self._record.name, generation, records.generations):
                 continue
-            ack = member.summarise(self._record.name, generation, records.generations, views)
-            if ack == self._acks.get(generation_id, Ack(generation_id, self._record.name)):
+            ack = member.summarise(self._record.name, generation, records.generations, views, self._lost_up_to)
+            if ack == self._acks.get(generation_id, Ack(generation_id, self._record.name)) or self._fence.fell:
                 continue
             try:
                 self._client.put(self._keys.ack(generation_id, self._record.name), json.dumps(ack.to_json()))
@@ -383,5 +426,6 @@ def policy_of(settings: JobSettings) -> Policy:
         switch_s=timeouts.switch_s,
         start_s=timeouts.start_s,
         lost_s=timeouts.lease_s + 2,
+        fence_s=Fencing(timeouts.lease_s).fence_s,
         below_min_s=timeouts.join_s,
     )

@@ -201,6 +201,10 @@ _TYPES: dict[str, type[Message]] = {
 }
 
 
+SIGNS_OF_LIFE = (Hello, Switched, FirstStep, Progress)
+"""What shows that a worker's main thread gets on."""
+
+
 def encode(message: Message) -> dict[str, Any]:
     """The JSON object for `message`."""
     return {"type": message.type, **asdict(message)}

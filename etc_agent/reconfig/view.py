@@ -59,7 +59,7 @@ class View:
     refuses it. `quiet_s`: since the set of nodes or their states last changed. `phase_s`: since `current` last changed.
     `failed_s`: since the first failure of a worker in this generation was reported. `connected_s`: since the leader has
     been following etcd without a break: before one lease time, an absent node may yet renew its lease. `absent_s`: node
-    -> since its record went, for those that were seen to go.
+    -> since it was seen to be gone, for those that were ever there.
     """
 
     policy: Policy

@@ -43,6 +43,8 @@ class Membership:
         self._value = as_bytes(value)
         self._ttl_s = ttl_s
         self._on_registered, self._on_name_taken = on_registered, on_name_taken
+        self.is_name_taken = False
+        """Whether, after a lost lease, another instance has the name."""
         self._closed = threading.Event()
         self._lock = threading.RLock()
         self._lease = self._register()
@@ -112,6 +114,7 @@ class Membership:
                     self._lease = self._register()
             except NameTakenError as error:
                 log.error("%s", error)
+                self.is_name_taken = True
                 self._on_name_taken()
                 return
             except ClientClosedError:
