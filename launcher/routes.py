@@ -15,6 +15,7 @@ from enum import Enum
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from etc_agent.agent.error_file import write_own
 from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
 from launcher.given import Given
@@ -103,6 +104,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _complain(error: EtcError, exit_code: int) -> int:
+    write_own(error)
     for line in str(error).splitlines():
         print(f"etc-run: {line}", file=sys.stderr)
     return exit_code

@@ -16,9 +16,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from etc_agent.agent.admission import admit
+from etc_agent.agent.error_file import pass_on, write_own
 from etc_agent.agent.etcd import connect
 from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.logs import NodeLogs, remove_empty_logs
@@ -53,19 +52,21 @@ def run_job(settings: JobSettings) -> int:
         with interrupting(handled), ExitStack() as stack:
             agent = _assemble(settings, stack, handled, events)
             exit_code = agent.run()
-        if exit_code and agent.was_signalled:
+        if exit_code > 128 and agent.was_signalled:
             events.agent_broken(f"stopped by a signal; exit code {exit_code}")
+            write_own(SignalReceived(exit_code - 128))
         else:
-            if exit_code and agent.error_file and "TORCHELASTIC_ERROR_FILE" in os.environ:
-                get_error_handler().dump_error_file(str(agent.error_file), exit_code)
+            pass_on(agent.error_file if exit_code else None, exit_code)
             events.agent_ended(is_failed=exit_code != 0)
         return exit_code
     except EtcError as error:
         events.agent_broken(traceback.format_exc())
+        write_own(error)
         print(f"etc-run: {error}", file=sys.stderr)
         return 1
     except SignalReceived as received:
         events.agent_broken(f"stopped by {received}")
+        write_own(received)
         print(f"etc-run: stopped by {received}", file=sys.stderr)
         return 128 + received.number
     finally:
