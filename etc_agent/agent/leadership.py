@@ -171,7 +171,7 @@ class Leadership:
         status: dict[str, object] = {
             "generation": committed.id,
             "config": str(committed.config),
-            "phase": str(records.current.phase),
+            "phase": "held" if committed.is_held and not records.current.proposed else str(records.current.phase),
             "step": progress.step if progress else None,
             "num_steps": progress.num_steps if progress else None,
             "rate_steps_per_s": round(1 / progress.step_s, 3) if progress and progress.step_s > 0 else None,

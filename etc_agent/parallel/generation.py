@@ -15,7 +15,7 @@ class Generation:
 
     `placement`: virtual rank -> slot. `store`: ``host:port`` of the TCPStore that this generation meets at, under the
     prefix ``gen<id>``. `previous`: the generation whose state is migrated, or 0 where every worker starts anew.
-    `reason`: for people.
+    `reason`: for people. `is_held`: too few nodes are left to train, so the state is only kept, and no step is run.
     """
 
     id: int
@@ -24,6 +24,7 @@ class Generation:
     store: str
     previous: int
     reason: str = ""
+    is_held: bool = False
 
     def __post_init__(self) -> None:
         if len(self.placement) != self.config.num_ranks:
@@ -49,6 +50,7 @@ class Generation:
             "store": self.store,
             "previous": self.previous,
             "reason": self.reason,
+            "is_held": self.is_held,
         }
 
     @classmethod
@@ -60,4 +62,5 @@ class Generation:
             store=value["store"],
             previous=value["previous"],
             reason=value["reason"],
+            is_held=value.get("is_held", False),
         )

@@ -108,8 +108,9 @@ def _after(view: View, failure: Failure, *, has_stepped: bool, in_session: bool)
     A script without a session reports no steps; it got somewhere if it lived longer than a worker may take to start.
     """
     current, policy = view.current, view.policy
-    verb = "" if failure.kind.is_hang else "failed: "
-    what = f"the worker on {failure.slot} {verb}{failure.error}"
+    what = f"the worker on {failure.slot} failed: {failure.error}"
+    if failure.kind.is_hang:
+        what = f"the worker on {failure.slot}, rank {_rank(view, failure.slot)}, {failure.error}"
     is_early = not has_stepped and (in_session or view.phase_s < policy.start_s)
     signature = f"{failure.kind}: {_VARYING.sub('#', failure.error)}" if is_early else ""
     alike = current.failed_alike + 1 if is_early and signature == current.failed_as else int(is_early)
@@ -120,6 +121,11 @@ def _after(view: View, failure: Failure, *, has_stepped: bool, in_session: bool)
         return GiveUp(failure.exit_code, f"{what} ({alike} times alike before the first step; alike_failures)")
     current = replace(current, restarts=current.restarts + 1, failed_as=signature, failed_alike=alike)
     return StartAnew(current, f"restart {current.restarts} of {policy.max_restarts}: {what}")
+
+
+def _rank(view: View, slot: str) -> int | None:
+    placement = view.committed.placement if view.committed else ()
+    return next((rank for rank, other in enumerate(placement) if str(other) == slot), None)
 
 
 def _in_session(acks: Iterable[Ack]) -> bool:

@@ -64,7 +64,7 @@ def _start(view: View) -> Decision:
     if view.nodes and not view.usable:
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave before the job started")
     if len(view.usable) < policy.min_nodes:
-        here = f"{len(view.usable)} of at least {policy.min_nodes} nodes (--nnodes) are here"
+        here = _too_few(view)
         if view.phase_s >= policy.below_min_s:
             return _end(view, Outcome.FAILED, 1, f"{here} after {policy.below_min_s:g} s (timeouts.join_s)")
         return Wait(policy.below_min_s - view.phase_s, f"waiting for nodes: {here}")
@@ -129,6 +129,8 @@ def _steady(view: View, committed: Generation) -> Decision:
         return _answer(view, view.scale)
     if view.paused:
         return Wait()
+    if committed.is_held and (decision := _hold(view, committed)) is not None:
+        return decision
     if view.current.pending_scale and (why := check(view, parse_wanted(view.current.wanted))):
         # It was accepted before the model could be asked.
         refused = Reply(view.current.wanted, view.current.pending_scale, Result.REFUSED, why)
@@ -138,6 +140,22 @@ def _steady(view: View, committed: Generation) -> Decision:
         done = Reply(view.current.wanted, view.current.pending_scale, Result.DONE, message, committed.id)
         return Write(replace(view.current, pending_scale=0), reply=done)
     return _adjust(view, committed, view.current, None)
+
+
+def _hold(view: View, committed: Generation) -> Decision | None:
+    """The state is kept in memory until enough nodes are here; None where they are, or where it has to move."""
+    policy = view.policy
+    if len(view.usable) >= policy.min_nodes or any(node in view.leaving for node in committed.nodes):
+        return None
+    here = _too_few(view)
+    if view.phase_s >= policy.below_min_s:
+        why = f"{here}, and no more came in {policy.below_min_s:g} s (timeouts.join_s)"
+        return _end(view, Outcome.FAILED, 1, why)
+    return Wait(policy.below_min_s - view.phase_s, f"the state is kept in memory and no step is run: {here}")
+
+
+def _too_few(view: View) -> str:
+    return f"{len(view.usable)} of at least {view.policy.min_nodes} nodes (--nnodes) are here"
 
 
 def _adjust(view: View, committed: Generation, current: Current, reply: Reply | None) -> Decision:
@@ -154,14 +172,15 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
             return _fresh(replace(view, current=replace(current, avoid=())), reason)
         why = f"{names(leaving)} must leave, and the rest is too small: {error}"
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
-    if leaving and len(view.usable) < view.policy.min_nodes:
+    is_held = len(view.usable) < view.policy.min_nodes
+    if is_held and leaving and not in_session(view):
         why = f"{names(leaving)} must leave, and nnodes wants at least {view.policy.min_nodes}"
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
-    if config == committed.config and not leaving:
+    if config == committed.config and is_held == committed.is_held and not leaving:
         return kept
     if reply is None and not leaving and view.quiet_s < view.policy.settle_s:
         return Wait(view.policy.settle_s - view.quiet_s)
-    reason = _reason(current, committed, config, leaving)
+    reason = _reason(current, committed, config, leaving, is_held=is_held)
     if not in_session(view):
         if view.phase_s < view.policy.start_s:
             return Write(current, reply=reply) if reply else Wait(view.policy.start_s - view.phase_s)
@@ -169,7 +188,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         return replace(decision, reply=reply) if isinstance(decision, Write) else decision
     generation = Generation(
         current.next_id, config, placement := _placement(view, committed, config), _store(view, placement[0].node),
-        previous=committed.id, reason=reason,
+        previous=committed.id, reason=reason, is_held=is_held,
     )
     proposed = replace(current, proposed=generation.id, phase=Phase.PROPOSED, next_id=generation.id + 1)
     if reply is None and _is_asked_for(current, config):
@@ -234,7 +253,9 @@ def _answer(view: View, request: Request) -> Decision:
         return _adjust(asked, view.committed, current, reply(Result.PENDING, waiting))
     if view.committed is None:
         return Write(current, reply=reply(Result.ACCEPTED, f"the job will start as {config}"))
-    if config == view.committed.config:
+    if view.committed.is_held and len(view.usable) < view.policy.min_nodes:
+        return Write(current, reply=reply(Result.PENDING, f"waiting for nodes: {_too_few(view)}"))
+    if config == view.committed.config and not view.committed.is_held:
         done = reply(Result.DONE, f"the job already runs as {config}")
         return Write(replace(current, pending_scale=0), reply=replace(done, generation=view.committed.id))
     return _adjust(asked, view.committed, current, reply(Result.ACCEPTED, f"changing to {config}"))
@@ -393,9 +414,12 @@ def _is_asked_for(current: Current, config: ParallelConfig) -> bool:
     return current.pending_scale > 0
 
 
-def _reason(current: Current, committed: Generation, config: ParallelConfig, leaving: list[str]) -> str:
+def _reason(
+    current: Current, committed: Generation, config: ParallelConfig, leaving: list[str], *, is_held: bool
+) -> str:
     if _is_asked_for(current, config):
         return f"asked for {current.wanted}"
     if leaving:
-        return f"{names(leaving)} leaves"
-    return "nodes came" if config.num_ranks > committed.config.num_ranks else "fewer slots are left"
+        return f"{names(leaving)} leaves" + ("; too few are left, the state is only kept" if is_held else "")
+    has_grown = committed.is_held or config.num_ranks > committed.config.num_ranks
+    return "nodes came" if has_grown else "fewer slots are left"

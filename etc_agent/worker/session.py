@@ -33,6 +33,7 @@ from etc_agent.worker.world import deactivate, install
 
 _log = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 1.0
+_HOLD_S = 0.2
 
 
 class Step:
@@ -86,6 +87,7 @@ class Session:
         self._step = 0
         self._num_steps = 0
         self._pending = 0
+        self._is_held = False
         self._switched: Switch | None = None
         self._retired: Retired | None = None
         self._sample_ids: Sequence[int] = ()
@@ -190,6 +192,7 @@ class Session:
                     self._reconfiguration.introduce()
                     self._reconfiguration.report(Refused(environment.generation, one_line(error)))
                 raise
+            self._at(Position.BETWEEN)
         if self._reconfiguration is not None:
             self._reconfiguration.start()
             if environment.is_joining:
@@ -220,16 +223,8 @@ class Session:
 
     def _commit(self, step: Step, ok: bool) -> bool:
         live = self._now()
-        result = Ballot(can_apply(live.state) and ok, 0)
-        if live.vote is not None:
-            assert self._reconfiguration is not None
-            self._at(Position.VOTE)
-            result = live.vote.cast(Ballot(result.ok, self._reconfiguration.armed()))
-            if result.armed:
-                self._pending = result.armed
-            else:
-                self._reconfiguration.drop_withdrawn()
-        apply(live.state, result.ok)
+        ok = self._vote(ok=can_apply(live.state) and ok)
+        apply(live.state, ok)
         self._step += 1
         if self._settings.record is not None:
             self._settings.record(step.index, self._sample_ids)
@@ -238,6 +233,20 @@ class Session:
         if self._switched is not None:
             self._end_first_step()
         self._report_progress()
+        return ok
+
+    def _vote(self, *, ok: bool) -> bool:
+        """Whether every rank says `ok`; the same vote finds the generation to enter next."""
+        live = self._now()
+        if live.vote is None:
+            return ok
+        assert self._reconfiguration is not None
+        self._at(Position.VOTE)
+        result = live.vote.cast(Ballot(ok, self._reconfiguration.armed()))
+        if result.armed:
+            self._pending = result.armed
+        else:
+            self._reconfiguration.drop_withdrawn()
         return result.ok
 
     def _at(self, phase: str) -> None:
@@ -255,8 +264,13 @@ class Session:
         """The first step after a switch is over: say how long it all took, and let the old generation go."""
         assert self._switched is not None
         assert self._reconfiguration is not None
-        start, self._switched = self._switched.start, None
-        self._reconfiguration.report(FirstStep(self.generation, self._step - 1, (self._step_end - start) * 1e3))
+        stop_ms = (self._step_end - self._switched.start) * 1e3
+        self._reconfiguration.report(FirstStep(self.generation, self._step - 1, stop_ms))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the generation before this one."""
+        self._switched = None
         retired, self._retired = self._retired, None
         assert retired is not None
         retire(retired)
@@ -264,11 +278,27 @@ class Session:
     # -- a change --------------------------------------------------------------------------------------------------
 
     def _safe_point(self) -> None:
+        self._enter_pending()
+        while self._is_held and self._step < self._num_steps:
+            self._hold()
+            self._enter_pending()
+
+    def _enter_pending(self) -> None:
         if not self._pending:
             return
         assert self._reconfiguration is not None
         generation, self._pending = self._pending, 0
         self._switch_to(self._reconfiguration.take(generation))
+
+    def _hold(self) -> None:
+        """Too few nodes are left to train: stay here, and vote now and then for what may come instead of a step."""
+        if self._switched is not None:
+            _log.warning("too few nodes are left; step %d waits, and the state stays in memory", self._step)
+            self._let_go()
+        time.sleep(_HOLD_S)
+        self._vote(ok=True)
+        self._step_start = self._step_end = time.perf_counter()
+        self._report_progress()
 
     def _switch_to(self, prepared: PreparedGeneration) -> None:
         assert self._reconfiguration is not None
@@ -280,6 +310,7 @@ class Session:
         if self._live is not None:
             outcome.start = self._step_end
         old, self._live, self._step = self._live, prepared.next, outcome.step
+        self._is_held = prepared.generation.is_held
         self._retired = Retired(old, prepared, outcome.farewells)
         # Last: once the agent has heard this, it may ask for the next change.
         self._reconfiguration.report(

@@ -245,3 +245,46 @@ def test_a_request_that_a_loss_puts_off_is_pending_again() -> None:
     cluster.run()
     assert cluster.replies[-1].result is Result.DONE
     assert cluster.committed.config.num_ranks == 3
+
+
+def hung(slot: str, kind: FailureKind, at: float = 5.0) -> Failure:
+    return Failure(slot, kind, 1, f"{kind} in step {at:g}", at)
+
+
+def test_of_workers_that_hang_the_cause_is_named_once_every_node_has_looked() -> None:
+    cluster = started(Policy(1, 2, num_slots=2), "a", "b")
+    cluster.fail("a", 0, hung("a/0", FailureKind.WAITING))
+    cluster.fail("a", 1, hung("a/1", FailureKind.WAITING))
+    cluster.run()
+    assert cluster.current.outcome is Outcome.RUNNING, "node b has yet to say what its workers do"
+    cluster.fail("b", 0, hung("b/0", FailureKind.HUNG, at=5.0))
+    cluster.fail("b", 1, hung("b/1", FailureKind.HUNG, at=4.0))
+    cluster.run()
+    assert cluster.current.outcome is Outcome.RUNNING, "stacks are still being written"
+    cluster.failed_s = 6.0
+    cluster.run()
+    assert cluster.current.outcome is Outcome.FAILED
+    assert cluster.current.exit_code == 1
+    assert cluster.current.why == "the worker on b/1, rank 3, hung in step 4", "of two, the one behind"
+
+
+def test_a_worker_that_does_not_answer_is_the_likelier_cause() -> None:
+    cluster = started(Policy(1, 1, num_slots=2, max_restarts=1), "a")
+    cluster.failed_s = 6.0
+    cluster.fail("a", 0, hung("a/0", FailureKind.HUNG, at=4.0))
+    cluster.fail("a", 1, hung("a/1", FailureKind.UNRESPONSIVE))
+    cluster.run()
+    assert cluster.committed.reason == "restart 1 of 1: the worker on a/1, rank 1, unresponsive in step 5"
+
+
+def test_a_hang_that_is_over_is_forgotten() -> None:
+    cluster = started(Policy(1, 1, num_slots=2), "a")
+    before = dict(cluster.workers["a"])
+    cluster.fail("a", 0, hung("a/0", FailureKind.HUNG))
+    cluster.run()
+    cluster.workers["a"] = before
+    cluster.run()
+    cluster.failed_s = 60.0
+    cluster.run()
+    assert cluster.current.outcome is Outcome.RUNNING
+    assert cluster.committed.id == 1

@@ -15,10 +15,13 @@ NODES = ("a", "b", "c", "d")
 
 
 class JobLife(RuleBasedStateMachine):
+    min_nodes = 1
+
     def __init__(self) -> None:
         super().__init__()
-        self.cluster = Cluster(Policy(1, 3, num_slots=2, max_restarts=1000))
-        self.cluster.join("a")
+        self.cluster = Cluster(Policy(self.min_nodes, 3, num_slots=2, max_restarts=1000, alike_failures=0))
+        for name in NODES[: self.min_nodes]:
+            self.cluster.join(name)
         self.cluster.run()
         self.highest = 0
 
@@ -98,7 +101,21 @@ class JobLife(RuleBasedStateMachine):
             cluster.assert_consistent()
 
 
-JobLife.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, phases=[HypothesisPhase.generate, HypothesisPhase.reuse]
-)
+class LifeNearItsMinimum(JobLife):
+    """A job that is often too small to train, and is held then."""
+
+    min_nodes = 2
+
+    def teardown(self) -> None:
+        super().teardown()
+        cluster = self.cluster
+        if not self.is_over():
+            assert cluster.committed.is_held <= (len(cluster.view().usable) < 2)
+
+
+for life in (JobLife, LifeNearItsMinimum):
+    life.TestCase.settings = settings(
+        max_examples=60, stateful_step_count=25, deadline=None, phases=[HypothesisPhase.generate, HypothesisPhase.reuse]
+    )
 test_a_random_life_of_a_job_is_lawful = JobLife.TestCase
+test_a_random_life_near_the_smallest_number_of_nodes_is_lawful = LifeNearItsMinimum.TestCase

@@ -59,6 +59,28 @@ def test_nodes_join_and_leave_while_the_job_trains(tmp_path: Path, cleanup: Clea
     third.assert_nothing_left()
 
 
+def test_below_the_smallest_number_of_nodes_the_job_is_held_and_loses_nothing(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    etcd = Etcd(etcd_server.endpoint, "job")
+    first, second = (cleanup(node(tmp_path, etcd_server, n, *tiny(tmp_path), nnodes="2:3")) for n in (2, 3))
+    wait_for_step(tmp_path, 3)
+    second.send(signal.SIGTERM)
+    assert second.wait() == 0
+    first.wait_for("too few nodes are left")
+    wait_until(lambda: etcd.get("status")["phase"] == "held", "the hold")
+    step = max(line["step"] for line in steps_of(tmp_path))
+    third = cleanup(node(tmp_path, etcd_server, 4, *tiny(tmp_path), nnodes="2:3"))
+    wait_for_step(tmp_path, step + 5)
+    lines = steps_of(tmp_path)
+    ids = sorted((line["step"], sample) for line in lines for sample in line["ids"] if line["step"] < step + 5)
+    assert ids == [(step, 12 * step + k) for step in range(step + 5) for k in range(12)], "each sample once"
+    assert len({line["pid"] for line in lines}) == 3, "no worker was restarted"
+    for run in (first, third):
+        run.send(signal.SIGTERM)
+    assert {first.wait(), third.wait()} <= {0, 143}
+
+
 def test_a_lost_node_is_noticed_within_its_lease_and_the_rest_goes_on(
     tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
 ) -> None:
