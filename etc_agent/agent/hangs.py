@@ -1,8 +1,9 @@
 """Finds workers that hang: by lack of progress, with their stacks in the log before anything is killed.
 
-When no worker of this node has shown life for `hang_s`, each is asked over its control connection where it is, and is
-told to write its stacks. Whoever does not answer is stopped or cannot run Python; whoever answers is in a collective,
-waiting for others, or is not. The leader compares what all nodes say (`FailureKind` is in order of blame).
+When no worker of this node has shown life for `hang_s`, each is told over its control connection to write its stacks
+and say where it is. Whoever does not answer is stopped or cannot run Python, and is made to write them by a signal;
+whoever answers is in a collective, waiting for others, or is not. The leader compares what all nodes say
+(`FailureKind` is in order of blame).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class HangWatch:
 
     def look(self, workers: list[LocalWorker]) -> None:
         """Mark workers that hang; unmark those that showed life since."""
-        watched = [worker for worker in workers if worker.process.exit_code is None and worker.life_at]
+        watched = [worker for worker in workers if _is_judged(worker)]
         if not self.hang_s or not watched:
             return
         now, alive_at = time.monotonic(), max(worker.life_at for worker in watched)
@@ -48,23 +49,31 @@ class HangWatch:
             for worker in watched:
                 worker.position = None
                 worker.send(WhereAreYou())
-                _write_stacks(worker.process.pid)
         elif now - self._asked_at >= ANSWER_S:
             for worker in watched:
-                if worker.hang is None:
-                    worker.hang = _judged(worker)
-                    logger.error("the worker on %s %s", worker.slot, worker.hang.error)
+                if worker.hang is None and (hang := _judged(worker)) is not None:
+                    worker.hang = hang
+                    if worker.position is None:
+                        _write_stacks(worker.process.pid)
+                    logger.error("the worker on %s %s", worker.slot, hang.error)
 
 
-def _judged(worker: LocalWorker) -> Failure:
-    slot, pid = str(worker.slot), worker.process.pid
+def _is_judged(worker: LocalWorker) -> bool:
+    """Not one that never said anything, has closed its session, or is about to end."""
+    process = worker.process
+    return bool(worker.life_at) and not worker.is_closed and process.exit_code is None and not process.is_stopping
+
+
+def _judged(worker: LocalWorker) -> Failure | None:
+    """What is wrong with it; None for a joiner, which waits for the agents."""
+    slot, pid, position = str(worker.slot), worker.process.pid, worker.position
     if _is_stopped(pid):
         return Failure(slot, FailureKind.UNRESPONSIVE, EXIT_CODE, f"hangs: pid {pid} is stopped (SIGSTOP)")
-    position = worker.position
     if not worker.in_session:
-        beats = worker.progress.step if worker.progress else 0
-        error = f"hangs: pid {pid} has sent no heartbeat since number {beats}"
-        return Failure(slot, FailureKind.HUNG, EXIT_CODE, error, at=beats)
+        error = f"hangs: pid {pid} has sent no heartbeat since number {worker.heartbeats}"
+        return Failure(slot, FailureKind.HUNG, EXIT_CODE, error, at=worker.heartbeats)
+    if position is not None and not position.generation:
+        return None
     if position is None:
         error = f"hangs: pid {pid} does not answer; its main thread may be stuck in native code"
         return Failure(slot, FailureKind.UNRESPONSIVE, EXIT_CODE, error)

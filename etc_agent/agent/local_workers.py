@@ -16,6 +16,7 @@ from etc_agent.control.messages import (
     SIGNS_OF_LIFE,
     Described,
     FirstStep,
+    Heartbeat,
     Hello,
     Message,
     Position,
@@ -53,6 +54,7 @@ class LocalWorker:
     told: set[tuple[str, int]] = field(default_factory=set)
     reports: dict[str, dict[int, Message]] = field(default_factory=lambda: defaultdict(dict))
     progress: Progress | None = None
+    heartbeats: int = 0
     position: Position | None = None
     hang: Failure | None = None
     life_at: float = 0.0
@@ -196,8 +198,9 @@ class LocalWorkers:
             case Prepared() | Refused() | Switched() | FirstStep():
                 worker.reports[message.type][message.generation] = message
             case Progress():
-                if hello.in_session or not worker.in_session:
-                    worker.progress = message
+                worker.progress = message
+            case Heartbeat(count):
+                worker.heartbeats = count
             case Raised():
                 worker.process.raised = message.error
             case _:

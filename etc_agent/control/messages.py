@@ -99,9 +99,17 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Now and then, from a script that calls `etc_agent.heartbeat`: how many times it has."""
+
+    type: ClassVar[str] = "heartbeat"
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
     """Answer to WhereAreYou: the main thread is in `phase` of `step`, at `where` (file:line, the innermost that is not
-    PyTorch's or ours). `is_waiting`: inside a collective, for other ranks."""
+    PyTorch's or ours). `is_waiting`: inside a collective, for other ranks. `generation`: 0 before the first."""
 
     type: ClassVar[str] = "position"
     STEP: ClassVar[str] = "step"
@@ -144,7 +152,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class WhereAreYou:
-    """No step has ended for long. Answer at once with Position."""
+    """No step has ended for long. Write the stacks of all threads to standard error, then answer with Position."""
 
     type: ClassVar[str] = "where_are_you"
 
@@ -189,19 +197,19 @@ class Committed:
 
 
 Message = (
-    Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Position | Raised
+    Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Heartbeat | Position | Raised
     | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
-        Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Position, Raised,
+        Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Heartbeat, Position, Raised,
         Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed,
     )
 }
 
 
-SIGNS_OF_LIFE = (Hello, Switched, FirstStep, Progress)
+SIGNS_OF_LIFE = (Hello, Switched, FirstStep, Progress, Heartbeat)
 """What shows that a worker's main thread gets on."""
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 
 from etc_agent.control.channel import Channel
-from etc_agent.control.messages import Hello, Progress
+from etc_agent.control.messages import Heartbeat, Hello
 from etc_agent.worker.environment import WorkerEnvironment
 from etc_agent.worker.position import dump_stacks_on_signal
 
@@ -38,7 +38,7 @@ class _Heart:
                     self._channel = Channel.connect(environment.socket)
                     self._channel.send(Hello(environment.slot, os.getpid(), environment.generation, in_session=False))
                     dump_stacks_on_signal()
-                self._channel.send(Progress(environment.generation, self._count, 0, 0.0))
+                self._channel.send(Heartbeat(self._count))
             except OSError:
                 self._is_dead = True  # the agent is gone; its guardian sees to this process
 

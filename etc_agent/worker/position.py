@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import signal
 import sys
 import threading
@@ -15,8 +16,14 @@ from etc_agent.control.channel import STACKS_SIGNAL
 from etc_agent.control.messages import Position
 
 _TORCH = str(Path(torch.__file__).parent)
-_COLLECTIVES = (f"{_TORCH}/distributed/", str(Path(__file__).with_name("vote.py")))
 _OURS = str(Path(__file__).parents[1])
+_COLLECTIVES = (
+    f"{_TORCH}/distributed/",
+    f"{_TORCH}/autograd/graph.py",  # a backward pass: its collectives are started and awaited in C++
+    f"{_OURS}/worker/vote.py",
+    f"{_OURS}/worker/switch.py",
+    f"{_OURS}/migration/",
+)
 
 
 class Whereabouts:
@@ -34,10 +41,19 @@ class Whereabouts:
         """Where it is at this moment. Callable from any thread."""
         generation, step, phase = self._at
         stack = list(_stack(sys._current_frames().get(self._main.ident or 0)))
-        innermost = next((frame for frame in stack if _is_of_user(frame)), stack[0] if stack else None)
+        called = list(itertools.takewhile(lambda frame: not _is_of_user(frame), stack))
+        innermost = stack[len(called)] if len(called) < len(stack) else stack[0] if stack else None
         where = f"{innermost.f_code.co_filename}:{innermost.f_lineno}" if innermost is not None else "unknown"
-        is_waiting = any(frame.f_code.co_filename.startswith(_COLLECTIVES) for frame in stack)
+        is_waiting = any(frame.f_code.co_filename.startswith(_COLLECTIVES) for frame in called)
         return Position(generation, step, phase, is_waiting, where)
+
+
+def dump_stacks() -> None:
+    """Write the stacks of all threads to standard error, if there is one."""
+    try:
+        faulthandler.dump_traceback(all_threads=True)
+    except (ValueError, OSError, RuntimeError, AttributeError):
+        pass
 
 
 def dump_stacks_on_signal() -> None:

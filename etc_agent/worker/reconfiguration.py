@@ -35,7 +35,7 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.worker.model import Build, describe
-from etc_agent.worker.position import Whereabouts
+from etc_agent.worker.position import Whereabouts, dump_stacks
 from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line, prepare
 from etc_agent.worker.settings import Settings
 
@@ -169,6 +169,7 @@ class Reconfiguration:
             case Describe():
                 self._describes.put(message)
             case WhereAreYou():
+                dump_stacks()
                 self.report(self._whereabouts.position())
             case Prepare():
                 self._start_preparing(message)

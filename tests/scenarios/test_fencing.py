@@ -103,7 +103,8 @@ def workers_of(run: EtcRun) -> list[int]:
 
 
 def node_names(etcd: Etcd) -> list[str]:
-    return [key for key in Etcd.keys(etcd) if "/nodes/" in key]
+    names = etcd.keys()
+    return [name for name in names if "/nodes/" in name]
 
 
 def end(runs: dict[Host, EtcRun] | dict[int, EtcRun]) -> None:

@@ -14,10 +14,10 @@ SOON = ("--rdzv-conf", "hang_s=2,start_s=60")
 
 
 def test_a_rank_that_hangs_is_named_and_stacks_are_written_first(tmp_path: Path, cleanup: Cleanup) -> None:
-    job = cleanup(standalone(tmp_path, TINY_JOB, tmp_path, 1000, 0.02, '{"hang_at": 5}', slots=3, options=SOON))
+    job = cleanup(standalone(tmp_path, TINY_JOB, tmp_path, 1000, 0.02, '{"hang_at": 5}', slots=2, options=SOON))
     assert job.wait() == 1
     assert "the worker on" in (end := job.our_lines()[-1])
-    assert "/1 hangs in step 5" in end
+    assert "/1, rank 1, hangs in step 5" in end
     assert f"{TINY_JOB}:" in end
     written = [number for number, line in enumerate(job.lines) if "time.sleep" in line or 'File "' in line]
     assert written
@@ -31,7 +31,7 @@ def test_a_stopped_worker_is_named_and_the_job_starts_anew(tmp_path: Path, clean
     wait_for_step(tmp_path, 3)
     victim = next(line["pid"] for line in steps_of(tmp_path) if line["rank"] == 1)
     os.kill(victim, signal.SIGSTOP)
-    job.wait_for(rf"restart 1 of 1: the worker on \S+/1 hangs: pid {victim} is stopped \(SIGSTOP\)")
+    job.wait_for(rf"restart 1 of 1: the worker on \S+/1, rank 1, hangs: pid {victim} is stopped \(SIGSTOP\)")
     job.send(signal.SIGINT)
     assert job.wait() == 130
     job.assert_nothing_left()
