@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -250,6 +251,8 @@ def main(
     seed: int, faults: int, minutes: float, nodes: int, slots: int, netns: bool, kinds: tuple[str, ...], overlap: float,
     recover: float, pause: float, folder: Path | None,
 ) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # everything is taken down on the way out
     if netns and (why := Network.why_not()):
         raise click.UsageError(f"--netns: {why}")
     if kinds and not netns and set(kinds) <= {"cut", "blink"}:
