@@ -142,7 +142,8 @@ def _log_folder(settings: JobSettings) -> Path | None:
 def _log_to_stderr() -> None:
     """Our own lines, plainly; torch's loggers stay as torch has configured them."""
     logging.getLogger("etc_agent.rendezvous").setLevel(logging.WARNING)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # we say it once
+    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.numa.binding"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # we say it once
     root = logging.getLogger("etc_agent")
     if not root.handlers:
         handler = logging.StreamHandler()
