@@ -55,11 +55,14 @@ def test_the_node_of_leader_store_and_rank_0_is_cut_off_and_done_without_and_com
     assert generation["placement"][0] == f"{cut.address}/0"
     assert generation["store"].startswith(f"{cut.address}:")
 
-    network.cut(cut)
     old = {line["pid"] for line in steps_of(tmp_path)}
+    (rank_0,) = {line["pid"] for line in steps_of(tmp_path) if line["rank"] == 0}
+
+    network.cut(cut)
     wait_until(
         lambda: any(line["generation"] > before for line in steps_of(tmp_path)), "steps without it", NOTICED_WITHIN_S
     )
+    assert not is_running(rank_0), "the node that is cut off has stopped its worker by itself"
     new = [line for line in steps_of(tmp_path) if line["generation"] > before]
     assert {line["env_world_size"] for line in new} == {2}
     begun = min(line["time"] for line in new)
@@ -75,3 +78,11 @@ def test_the_node_of_leader_store_and_rank_0_is_cut_off_and_done_without_and_com
     assert {run.wait() for run in runs} <= {0, 143}
     for run in runs:
         run.assert_nothing_left()
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process is there, and not only what is left of it until its parent looks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
