@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch.distributed.run import get_args_parser
 
+from etc_agent.agent.environment import PARALLEL_VARIABLE
+from etc_agent.control.channel import SOCKET_VARIABLE
 from etc_agent.errors import EtcError
 
 ELASTIC_BACKEND = "etcd-v3"
@@ -81,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar, text = _HELP[name]
         # A percent sign in a value must not reach argparse's formatting, so defaults are not part of the help.
         group.add_argument(
-            f"--{name.replace('_', '-')}", f"--{name}", default=os.environ.get(variable) or None, metavar=metavar,
+            f"--{name.replace('_', '-')}", f"--{name}", default=_environment(variable), metavar=metavar,
             help=f"{text} [{variable}]",
         )
     return parser
@@ -107,10 +109,17 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     from_environment = {}
     for name in names:
         variable = _VARIABLES.get(name) or f"PET_{name.upper()}"
-        value = os.environ.get(variable)
+        value = _environment(variable)
         if value and name not in typed and _reads(parser.get_default(name), value):
             from_environment[name] = variable
     return CommandLine(args, typed, from_environment)
+
+
+def _environment(variable: str) -> str | None:
+    """A worker finds its job's config in ETC_PARALLEL, which is not meant for an etc-run that the worker starts."""
+    if variable == PARALLEL_VARIABLE and SOCKET_VARIABLE in os.environ:
+        return None
+    return os.environ.get(variable) or None
 
 
 def _reads(default: object, value: str) -> bool:

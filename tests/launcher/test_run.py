@@ -130,6 +130,12 @@ def test_command_line_over_environment_over_file_over_default(job_file: str, mon
     assert settings("--config", job_file, "--parallel", "PP2").parallel == ParallelConfig(pp=2)
 
 
+def test_a_job_inside_a_worker_has_a_config_of_its_own(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETC_PARALLEL", "PP2TP2DP1")
+    monkeypatch.setenv("ETC_CONTROL_SOCKET", "/of/the/outer/job")
+    assert settings("--standalone", script).parallel is None
+
+
 def test_an_option_typed_with_its_default_value_still_wins(job_file: str) -> None:
     assert settings("--config", job_file, "--max-restarts", "0").max_restarts == 0
     assert settings("--config", job_file, "--nnodes=1:1", "--nproc_per_node", "2").num_slots == 2
