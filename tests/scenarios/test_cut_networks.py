@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +41,40 @@ def node(tmp_path: Path, server: EtcdServer, host: Host) -> EtcRun:
         "--etcd-endpoints", server.endpoint, "--local-addr", host.address, TINY_JOB, tmp_path, 100_000, 0.05,
         cwd=tmp_path, prefix=host.prefix,
     )
+
+
+def connects(host: Host, timeout_s: float) -> float | None:
+    """The seconds that a connection from the machine to `host` takes to be refused; None where nobody answers."""
+    begin = time.monotonic()
+    with socket.socket() as probe:
+        probe.settimeout(timeout_s)
+        try:
+            probe.connect((host.address, 9))
+        except ConnectionRefusedError:
+            return time.monotonic() - begin
+        except OSError:
+            pass
+    return None
+
+
+def test_a_cable_can_be_pulled_and_plugged_in_again(network: Network) -> None:
+    host, other = network.hosts[:2]
+    network.cut(host)
+    assert connects(host, 0.3) is None
+    assert connects(other, 5.0) is not None
+    network.heal(host)
+    wait_until(lambda: connects(host, 5.0) is not None, "an answer")
+
+
+def test_a_cable_can_be_made_slow(network: Network) -> None:
+    host, other = network.hosts[:2]
+    try:
+        network.delay(host, 200)
+    except OSError as error:
+        pytest.skip(f"no delays here: {error}")
+    taken_s = [connects(one, 5.0) for one in (host, other)]
+    assert (taken_s[0] or 0) >= 0.2
+    assert (taken_s[1] or 1) < 0.2
 
 
 def test_the_node_of_leader_store_and_rank_0_is_cut_off_and_done_without_and_comes_back(
