@@ -176,6 +176,23 @@ class TimeoutsSection(Section):
     etcd_s: Seconds | None = None
 
 
+def _command_only(value: Any) -> Any:
+    """A command alone stands for the section."""
+    return value if isinstance(value, dict) else {"command": value}
+
+
+class PreflightSection(Section):
+    command: Annotated[list[Text], BeforeValidator(_words), Field(min_length=1)]
+    timeout_s: Seconds = 300.0
+
+
+class PreemptionSection(Section):
+    command: Annotated[list[Text], BeforeValidator(_words), Field(min_length=1)]
+    every_s: Seconds = 5.0
+    timeout_s: Seconds = 5.0
+    grace_s: Seconds | None = None
+
+
 class Job(Section):
     """A whole job file. A None field is not given, so that the environment, or the default, decides."""
 
@@ -188,6 +205,8 @@ class Job(Section):
     model: ModelSection = ModelSection()
     global_batch: PositiveInt | None = None
     max_restarts: Annotated[int, Field(ge=0)] | None = None
+    preflight: Annotated[PreflightSection, BeforeValidator(_command_only)] | None = None
+    preemption: Annotated[PreemptionSection, BeforeValidator(_command_only)] | None = None
     spares: Literal["warm", "cold"] = "warm"
     alike_failures: Annotated[int, Field(ge=0)] = 3
     monitor_interval_s: Seconds | None = None

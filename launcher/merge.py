@@ -14,6 +14,7 @@ from etc_agent.agent.settings import JobSettings, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.keys import JobKeys
+from launcher.commands import preemption, preflight
 from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
 from launcher.options import ELASTIC_BACKEND
@@ -66,6 +67,8 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         max_restarts=config.max_restarts,
         alike_failures=job.alike_failures,
         warm_spares=_warm_spares(given),
+        preflight=preflight(given),
+        preemption=preemption(given),
         monitor_interval_s=config.monitor_interval,
         timeouts=timeouts,
         env=dict(job.env),

@@ -22,6 +22,8 @@ from etc_agent.agent.etcd import connect
 from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.logs import NodeLogs, remove_empty_logs
 from etc_agent.agent.node import Inbox, NodeAgent
+from etc_agent.agent.preemption import PreemptionProbe
+from etc_agent.agent.preflight import check_node
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.signals import SignalReceived, deliver, ignore, interrupting, keep_handlers, parse_signals
 from etc_agent.agent.stores import Stores
@@ -78,6 +80,8 @@ def _assemble(
 ) -> NodeAgent:
     """Start everything in order; `stack` undoes it in reverse, whatever happens."""
     stack.callback(ignore, handled)
+    if settings.preflight is not None:
+        check_node(settings.preflight, settings.env)
     guardian = Guardian()
     stack.callback(guardian.close)
     run_folder = Path(tempfile.mkdtemp(prefix="etc-run-"))
@@ -107,6 +111,8 @@ def _assemble(
     stack.callback(agent.close)
     stack.callback(ignore, handled)
     deliver(handled, inbox.signalled)
+    if (preemption := settings.preemption) is not None:
+        stack.callback(PreemptionProbe(preemption.probe, preemption.every_s, inbox.preempted).close)
     return agent
 
 

@@ -50,17 +50,25 @@ _UNDER_WAY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class _Preempted:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
 class _Said:
     hello: Hello
     channel: Channel
     message: Message | None
 
 
+_Item = _Said | _Preempted | int | None
+
+
 class Inbox:
     """Everything that wakes the agent: changes in etcd, words of workers, signals."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Said | int | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
 
     def changed(self) -> None:
         self._queue.put(None)
@@ -71,9 +79,13 @@ class Inbox:
     def signalled(self, number: int) -> None:
         self._queue.put(number)
 
-    def take(self, timeout_s: float) -> list[_Said | int | None]:
+    def preempted(self) -> None:
+        """This node is about to be taken away."""
+        self._queue.put(_Preempted())
+
+    def take(self, timeout_s: float) -> list[_Item]:
         """Everything that has come, after waiting up to `timeout_s` for the first."""
-        items: list[_Said | int | None] = []
+        items: list[_Item] = []
         try:
             items.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())
             while True:
@@ -119,7 +131,7 @@ class NodeAgent:
         self._acks: dict[int, Ack] = {}
         self._signals: list[int] = []
         self._drain_deadline_s = self._drain_deadline = float("inf")
-        self._is_stopping = False
+        self._is_stopping = self._is_preempted = False
         self._spares = Spares(self._start_spare, guardian)
         self._spare_command = spare_command(settings.entrypoint, settings.args)
         self._reported = 0
@@ -180,7 +192,7 @@ class NodeAgent:
             self._fence.saw_life()
         self._inbox.said(hello, channel, message)
 
-    def _hear(self, items: list[_Said | int | None]) -> None:
+    def _hear(self, items: list[_Item]) -> None:
         for item in items:
             if isinstance(item, _Said) and item.hello.generation == SPARE_GENERATION:
                 if item.message is not None:
@@ -189,6 +201,11 @@ class NodeAgent:
                 described = self._workers.receive(item.hello, item.channel, item.message)
                 if described is not None:
                     self._leadership.learn(described)
+            elif isinstance(item, _Preempted):
+                logger.info("the preemption probe says that this node is taken away: its state is handed over")
+                grace_s = self._settings.preemption.grace_s if self._settings.preemption else None
+                self._is_preempted = True
+                self._leave(self._settings.timeouts.drain_s if grace_s is None else grace_s)
             elif item is not None:
                 self._handle_signal(item)
         if time.monotonic() >= self._drain_deadline and not self._is_stopping:
@@ -204,7 +221,11 @@ class NodeAgent:
             self._stop_now()
             return
         logger.info("%s: this node leaves the job; its state is handed over first (again to stop at once)", name)
-        self._set_drain_deadline(self._settings.timeouts.drain_s)
+        self._leave(self._settings.timeouts.drain_s)
+
+    def _leave(self, deadline_s: float) -> None:
+        """Tell the others that this node leaves, in `deadline_s` at the latest."""
+        self._set_drain_deadline(deadline_s)
         self._record = replace(self._record, state=NodeState.DRAINING)
         try:
             self._membership.update(json.dumps(self._record.to_json()))
@@ -325,7 +346,7 @@ class NodeAgent:
     def _idle_slots(self, records: JobRecords) -> frozenset[int]:
         """The slots that should hold a spare: those without a worker, once the workers are under way."""
         wanted = self._settings.warm_spares and self._spare_command is not None and self._logs.admit_spares
-        if not wanted or self._is_stopping or self._signals or self._record.name in records.drains:
+        if not wanted or self._is_stopping or self._is_leaving(records):
             return frozenset()
         if records.current.outcome is not Outcome.RUNNING or not self._workers.are_under_way(_UNDER_WAY_S):
             return self._spares.indices
@@ -393,13 +414,16 @@ class NodeAgent:
                 logger.error("the job %s: %s", current.outcome, current.why)
             return current.exit_code
         is_alone = all(node.name == self._record.name for node in records.nodes)
-        if (self._signals or self._record.name in records.drains) and (current.committed or not is_alone):
+        if self._is_leaving(records) and (current.committed or not is_alone):
             members = [records.generations.get(g) for g in (current.committed, current.proposed)]
             if not any(g is not None and self._record.name in g.nodes for g in members):
                 logger.info("this node has left the job")
                 self._forget_drain(records)
                 return 0
         return None
+
+    def _is_leaving(self, records: JobRecords) -> bool:
+        return bool(self._signals) or self._is_preempted or self._record.name in records.drains
 
     def _forget_drain(self, records: JobRecords) -> None:
         """The request is met; a later life of this node is not drained by it."""

@@ -56,6 +56,24 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True)
+class UserCommand:
+    """A program of the user's and its arguments, which may run for `timeout_s` seconds."""
+
+    words: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """How this node learns that it is about to be taken away: `probe` is run every `every_s` seconds, and exits 0 once
+    it is so. `grace_s`: how long the node then has to hand over its state; None for ``timeouts.drain_s``."""
+
+    probe: UserCommand
+    every_s: float = 5.0
+    grace_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The sizes of the model that bound its parallel configs. None: not told, not checked."""
 
@@ -89,8 +107,8 @@ class JobSettings:
     etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
     may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
     `node_rank`: only where the user gave one. `alike_failures`: so many failures alike before the first step end
-    the job, 0 for never. `warm_spares`: whether idle slots hold processes that are ready to begin. `env`: added to
-    every worker's environment.
+    the job, 0 for never. `warm_spares`: whether idle slots hold processes that are ready to begin. `preflight`:
+    must pass before this node joins. `env`: added to every worker's environment.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -112,6 +130,8 @@ class JobSettings:
     max_restarts: int = 0
     alike_failures: int = 3
     warm_spares: bool = True
+    preflight: UserCommand | None = None
+    preemption: Preemption | None = None
     monitor_interval_s: float = 0.1
     timeouts: Timeouts = field(default_factory=Timeouts)
     env: Mapping[str, str] = field(default_factory=dict)

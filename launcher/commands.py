@@ -1,0 +1,35 @@
+"""The user's own commands around a job: what must pass before a node joins, and what says that it is taken away."""
+
+from __future__ import annotations
+
+import shlex
+
+from etc_agent.agent.settings import Preemption, UserCommand
+from etc_agent.errors import EtcError
+from launcher.given import Given
+from launcher.job import PreemptionSection, PreflightSection
+
+
+def preflight(given: Given) -> UserCommand | None:
+    """What must pass before this node joins, if anything."""
+    words = _words(given, "preflight")
+    section = PreflightSection(command=words) if words else given.job.preflight
+    return UserCommand(tuple(section.command), section.timeout_s) if section else None
+
+
+def preemption(given: Given) -> Preemption | None:
+    """What says that this node is taken away, if anything. An option changes the file's command, not its times."""
+    section, words = given.job.preemption, _words(given, "preemption_probe")
+    if words:
+        section = section.model_copy(update={"command": words}) if section else PreemptionSection(command=words)
+    if section is None:
+        return None
+    return Preemption(UserCommand(tuple(section.command), section.timeout_s), section.every_s, section.grace_s)
+
+
+def _words(given: Given, option: str) -> list[str]:
+    text = given.option(option)
+    try:
+        return shlex.split(text) if text else []
+    except ValueError as error:
+        raise EtcError(f"{given.source(option, option)}: {text!r} is not a command: {error}") from None

@@ -1,0 +1,52 @@
+"""The user's own commands: what must pass before a node joins, and what says that it is taken away."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import TINY_JOB, Etcd, EtcRun, standalone, steps_of, wait_for_step, wait_until
+from test_several_nodes import node, tiny
+
+from etc_agent.rendezvous.server import EtcdServer
+
+Cleanup = Callable[[EtcRun], EtcRun]
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("sh -c 'echo looking; echo no GPU is here; exit 3'", "failed with exit code 3: .*: no GPU is here; this node"),
+        ("no-such-program", "cannot be run: no-such-program: No such file"),
+    ],
+)
+def test_a_node_whose_preflight_fails_does_not_join(tmp_path: Path, cleanup: Cleanup, command: str, why: str) -> None:
+    job = cleanup(standalone(tmp_path, TINY_JOB, tmp_path, 5, 0.0, slots=1, options=("--preflight", command)))
+    assert job.wait() == 1
+    (line,) = job.our_lines()
+    job.wait_for(why)
+    assert "preflight" in line
+    job.assert_nothing_left()
+
+
+def test_a_node_that_is_to_be_taken_away_hands_over_its_state(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    etcd, notice = Etcd(etcd_server.endpoint, "job"), tmp_path / "notice"
+    job_file = tmp_path / "job.yaml"
+    job_file.write_text(f"preemption: {{command: test -e {notice}, every_s: 0.2, grace_s: 60}}\npreflight: 'true'\n")
+    first = cleanup(node(tmp_path, etcd_server, 2, *tiny(tmp_path)))
+    second = cleanup(node(tmp_path, etcd_server, 3, "--config", job_file, *tiny(tmp_path)))
+    wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
+    wait_for_step(tmp_path, 3)
+    notice.touch()
+    second.wait_for("the preemption probe says")
+    second.send(signal.SIGTERM)  # the machine is going down: that is no second word of a user
+    assert second.wait() == 0
+    step = max(line["step"] for line in steps_of(tmp_path))
+    wait_for_step(tmp_path, step + 5)
+    assert len({line["pid"] for line in steps_of(tmp_path)}) == 2, "no worker was restarted"
+    first.send(signal.SIGTERM)
+    assert first.wait() == 143
