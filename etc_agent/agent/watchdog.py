@@ -12,12 +12,20 @@ from torch.distributed.elastic.timer import FileTimerServer
 _FILE = "TORCHELASTIC_TIMER_FILE"
 
 
+class _Watchdog(FileTimerServer):
+    """torch's timer server, but for its habit to kill its own process after the worker: a worker's end is a failure of
+    the job like any other, which may restart it."""
+
+    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
+        return worker_pid == os.getpid() or super()._reap_worker(worker_pid, signal)
+
+
 def start_watchdog(run_id: str, folder: Path) -> FileTimerServer | None:
     """The timer server of this node, if it is asked for. Workers inherit the name of its pipe, which lies in `folder`
     unless TORCHELASTIC_TIMER_FILE names it."""
     if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") != "1":
         return None
     path = os.environ.setdefault(_FILE, str(folder / f"watchdog_timer_{uuid.uuid4()}"))
-    server = FileTimerServer(file_path=path, run_id=run_id, max_interval=0.1, daemon=True)
+    server = _Watchdog(file_path=path, run_id=run_id, max_interval=0.1, daemon=True)
     server.start()
     return server
