@@ -31,6 +31,8 @@ class Generation:
             raise ValueError(f"{self.config} has {self.config.num_ranks} ranks, the placement {len(self.placement)}")
         if len(set(self.placement)) != len(self.placement):
             raise ValueError(f"the placement of generation {self.id} gives one slot to two ranks")
+        if self.is_held and self.is_fresh:
+            raise ValueError(f"generation {self.id} has no state that it could hold")
 
     @property
     def is_fresh(self) -> bool:

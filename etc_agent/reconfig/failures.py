@@ -78,17 +78,21 @@ def _left_alone(failure: Failure, ended: str) -> Failure:
 
 def without(view: View, missing: list[str]) -> Verdict:
     """Nodes are lost: go on without them, or wait for others where too few are left."""
+    lost = f"{names(missing)} was lost"
+    return below_min(view, lost) or StartAnew(view.current, lost)
+
+
+def below_min(view: View, what: str) -> Wait | GiveUp | None:
+    """`what` happened, and workers have to start anew: too few nodes are here for that, and others are waited for, but
+    not for ever. None where there are enough."""
     policy = view.policy
-    if len(view.usable) < policy.min_nodes:
-        if view.quiet_s < policy.below_min_s:
-            here = f"{names(missing)} was lost and {len(view.usable)} of at least {policy.min_nodes} nodes are here"
-            return Wait(policy.below_min_s - view.quiet_s, f"waiting for nodes: {here}")
-        why = (
-            f"{names(missing)} was lost, nnodes wants at least {policy.min_nodes}, and nobody came in "
-            f"{policy.below_min_s:g} s (timeouts.join_s)"
-        )
-        return GiveUp(1, why)
-    return StartAnew(view.current, f"{names(missing)} was lost")
+    if not view.is_below_min:
+        return None
+    if view.quiet_s < policy.below_min_s:
+        here = f"{what} and {len(view.usable)} of at least {policy.min_nodes} nodes are here"
+        return Wait(policy.below_min_s - view.quiet_s, f"waiting for nodes: {here}")
+    nobody = f"nobody came in {policy.below_min_s:g} s (timeouts.join_s)"
+    return GiveUp(1, f"{what}, nnodes wants at least {policy.min_nodes}, and {nobody}")
 
 
 def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:

@@ -17,7 +17,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Placement, Slot
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.planner.placement import place
-from etc_agent.reconfig.failures import GiveUp, StartAnew, Verdict, judge, names, without
+from etc_agent.reconfig.failures import GiveUp, StartAnew, Verdict, below_min, judge, names, without
 from etc_agent.reconfig.records import (
     Ack,
     Current,
@@ -34,6 +34,8 @@ from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write, is_us
 from etc_agent.reconfig.wanted import Largest, Wanted, parse_wanted
 
 SIGTERM_EXIT_CODE = 143
+_ASK_AGAIN_S = 10.0
+"""After workers have refused to train on in the config that they hold."""
 _MOST_SHOWN = 200
 """Characters of a request that are repeated to whoever made it."""
 
@@ -63,7 +65,7 @@ def _start(view: View) -> Decision:
         return _answer(view, view.scale)
     if view.nodes and not view.usable:
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave before the job started")
-    if len(view.usable) < policy.min_nodes:
+    if view.is_below_min:
         here = _too_few(view)
         if view.phase_s >= policy.below_min_s:
             return _end(view, Outcome.FAILED, 1, f"{here} after {policy.below_min_s:g} s (timeouts.join_s)")
@@ -102,7 +104,7 @@ def _fresh(view: View, reason: str) -> Decision:
         stopped=view.committed.config.num_ranks if view.committed else 0,
     )
     reply = None
-    if current.pending_scale and not _is_met(view, parse_wanted(current.wanted), config):
+    if current.pending_scale and not _is_met(view, parse_wanted(current.wanted), generation):
         waiting = f"waiting for nodes: {reason}"
         reply = Reply(current.wanted, current.pending_scale, Result.PENDING, waiting, generation.id)
     return Write(settled, generation=generation, reply=reply, history=started)
@@ -135,7 +137,7 @@ def _steady(view: View, committed: Generation) -> Decision:
         # It was accepted before the model could be asked.
         refused = Reply(view.current.wanted, view.current.pending_scale, Result.REFUSED, why)
         return Write(replace(view.current, wanted=view.current.wanted_before, pending_scale=0), reply=refused)
-    if view.current.pending_scale and _is_met(view, parse_wanted(view.current.wanted), committed.config):
+    if view.current.pending_scale and _is_met(view, parse_wanted(view.current.wanted), committed):
         message = f"the job runs as {committed.config}"
         done = Reply(view.current.wanted, view.current.pending_scale, Result.DONE, message, committed.id)
         return Write(replace(view.current, pending_scale=0), reply=done)
@@ -145,7 +147,7 @@ def _steady(view: View, committed: Generation) -> Decision:
 def _hold(view: View, committed: Generation) -> Decision | None:
     """The state is kept in memory until enough nodes are here; None where they are, or where it has to move."""
     policy = view.policy
-    if len(view.usable) >= policy.min_nodes or any(node in view.leaving for node in committed.nodes):
+    if not view.is_below_min or any(node in view.leaving for node in committed.nodes):
         return None
     here = _too_few(view)
     if view.phase_s >= policy.below_min_s:
@@ -167,19 +169,21 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
     except NoConfigError as error:
         if not leaving:
             return kept
-        if current.avoid:
+        if current.avoid and not view.is_below_min:
             reason = f"{names(leaving)} leaves and its workers could not hand over their state"
             return _fresh(replace(view, current=replace(current, avoid=())), reason)
         why = f"{names(leaving)} must leave, and the rest is too small: {error}"
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
-    is_held = len(view.usable) < view.policy.min_nodes
-    if is_held and leaving and not in_session(view):
+    is_held = view.is_below_min and bool(leaving)
+    if is_held and not in_session(view):
         why = f"{names(leaving)} must leave, and nnodes wants at least {view.policy.min_nodes}"
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
-    if config == committed.config and is_held == committed.is_held and not leaving:
+    if config == committed.config and not committed.is_held and not leaving:
         return kept
     if reply is None and not leaving and view.quiet_s < view.policy.settle_s:
         return Wait(view.policy.settle_s - view.quiet_s)
+    if committed.is_held and str(config) in current.avoid and view.phase_s < _ASK_AGAIN_S:
+        return Wait(_ASK_AGAIN_S - view.phase_s)  # it cannot stay as it is, but there is no hurry
     reason = _reason(current, committed, config, leaving, is_held=is_held)
     if not in_session(view):
         if view.phase_s < view.policy.start_s:
@@ -253,7 +257,7 @@ def _answer(view: View, request: Request) -> Decision:
         return _adjust(asked, view.committed, current, reply(Result.PENDING, waiting))
     if view.committed is None:
         return Write(current, reply=reply(Result.ACCEPTED, f"the job will start as {config}"))
-    if view.committed.is_held and len(view.usable) < view.policy.min_nodes:
+    if view.committed.is_held and view.is_below_min:
         return Write(current, reply=reply(Result.PENDING, f"waiting for nodes: {_too_few(view)}"))
     if config == view.committed.config and not view.committed.is_held:
         done = reply(Result.DONE, f"the job already runs as {config}")
@@ -325,7 +329,7 @@ def _withdraw(view: View, proposed: Generation, why: str, *, give_up: bool) -> W
         if current.pending_scale:
             reply = Reply(current.wanted, current.pending_scale, Result.REFUSED, why, proposed.id)
             current = replace(current, wanted=current.wanted_before, pending_scale=0)
-        current = replace(current, avoid=(*current.avoid, str(proposed.config)))
+        current = replace(current, avoid=tuple(dict.fromkeys((*current.avoid, str(proposed.config)))))
     return Write(current, reply=reply, history=history)
 
 
@@ -336,7 +340,7 @@ def _commit(view: View, committed: Generation, proposed: Generation, acks: list[
         committed=proposed.id,
         proposed=0,
         phase=Phase.IDLE,
-        unreported=True,
+        unreported=not proposed.is_held,
         wanted_before=view.current.wanted,
     )
     history = History(
@@ -348,16 +352,18 @@ def _commit(view: View, committed: Generation, proposed: Generation, acks: list[
         prepare_ms=slowest(ack.prepare_ms for ack in acks),
     )
     reply = None
-    if current.pending_scale and _is_met(view, parse_wanted(current.wanted), proposed.config):
+    if current.pending_scale and _is_met(view, parse_wanted(current.wanted), proposed):
         message = f"the job runs as {proposed.config} from step {history.step}"
         reply = Reply(current.wanted, current.pending_scale, Result.DONE, message, proposed.id)
         current = replace(current, pending_scale=0)
     return Write(current, reply=reply, history=history)
 
 
-def _is_met(view: View, wanted: Wanted, config: ParallelConfig) -> bool:
+def _is_met(view: View, wanted: Wanted, generation: Generation) -> bool:
+    if generation.is_held:
+        return False
     try:
-        return isinstance(wanted, Largest) or meeting(view, wanted, view.num_usable_slots) == config
+        return isinstance(wanted, Largest) or meeting(view, wanted, view.num_usable_slots) == generation.config
     except NoConfigError:
         return False
 
@@ -383,7 +389,7 @@ def _lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decis
 def _carry_out(view: View, verdict: Verdict | None) -> Decision | None:
     match verdict:
         case StartAnew(current, reason):
-            return _fresh(replace(view, current=current), reason)
+            return _carry_out(view, below_min(view, reason)) or _fresh(replace(view, current=current), reason)
         case GiveUp(exit_code, why):
             return _end(view, Outcome.FAILED, exit_code, why)
     return verdict

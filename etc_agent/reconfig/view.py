@@ -114,6 +114,11 @@ class View:
         return sum(node.num_slots for node in self.usable)
 
     @property
+    def is_below_min(self) -> bool:
+        """Whether fewer nodes may hold workers than the job needs to train."""
+        return len(self.usable) < self.policy.min_nodes
+
+    @property
     def topology(self) -> Topology:
         """All live nodes, in stable order."""
         return Topology(tuple(Node(node.name, node.num_slots) for node in sorted(self.nodes, key=_order)))
