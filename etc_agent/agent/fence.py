@@ -55,13 +55,15 @@ class Fence:
     def lift(self) -> None:
         """The workers are known to have ended; new ones may come."""
         with self._lock:
-            self._why, self._until, self._others = "", _FOR_EVER, ()
+            self._why, self._others = "", ()
+            self._allow(_FOR_EVER)
 
     def close(self) -> None:
         """The workers have ended in order."""
         self._closed.set()
         self._thread.join()
         self._reach.close()
+        self._allow(_FOR_EVER)
 
     def _run(self) -> None:
         while not self._closed.wait(_TICK_S):
@@ -80,8 +82,12 @@ class Fence:
             silent_s = now - deadline + self._fencing.ttl_s
             self._fall(f"etcd has not answered for {silent_s:.0f} s, nor have most of the other nodes")
         else:
-            self._until = max(deadline, now + self._fencing.quiet_s) if others else _FOR_EVER
-            self._guardian.allow_until(self._until)
+            self._allow(max(deadline, now + self._fencing.quiet_s) if others else _FOR_EVER)
+
+    def _allow(self, until: float) -> None:
+        if until != self._until:
+            self._until = until
+            self._guardian.allow_until(until)
 
     def _check_pause(self) -> None:
         late_s = time.monotonic() - self._until

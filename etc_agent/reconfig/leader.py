@@ -306,6 +306,7 @@ def _prepare(view: View, committed: Generation, proposed: Generation, old: list[
     if any(ack.finished for ack in old):
         return _withdraw(view, proposed, "the job is finishing", give_up=True)
     gone = [node for node in proposed.nodes if node not in view.live or node in view.leaving]
+    gone += [ack.node for ack in new if ack.lost]
     if gone:
         return _withdraw(view, proposed, f"{names(gone)} left before it was ready", give_up=False)
     digests = {ack.prepared for ack in new}

@@ -68,15 +68,21 @@ class Cluster:
     connected_s: float = 1e9
     absent_s: dict[str, float] = field(default_factory=dict)
     lost_up_to: dict[str, int] = field(default_factory=dict)
+    cut: dict[str, tuple[NodeRecord, int]] = field(default_factory=dict)
 
     # ---- what happens to a job --------------------------------------------------------------------------------
 
     def join(self, name: str, num_slots: int = 2) -> None:
+        """A new agent, which knows nothing of an earlier one of that name."""
+        self._register(name, num_slots)
+        self.workers[name] = {}
+        self.lost_up_to[name] = self.current.next_id - 1
+
+    def _register(self, name: str, num_slots: int) -> None:
         self.revision += 1
         self.nodes[name] = NodeRecord(
             name, "127.0.0.1", num_slots, self.revision, f"{name}-{self.revision}", joined=self.revision
         )
-        self.workers.setdefault(name, {})
 
     def lose(self, name: str) -> None:
         """The node's lease has run out."""
@@ -84,20 +90,20 @@ class Cluster:
 
     def cut_off(self, name: str) -> None:
         """The node's lease has just run out, and its workers may still be there."""
-        del self.nodes[name]
+        self.cut[name] = (self.nodes.pop(name), self.current.next_id - 1)
         self.absent_s[name] = 0.0
-        self.lost_up_to[name] = self.current.next_id - 1
 
     def fence(self, name: str) -> None:
-        """It stops its workers by itself."""
+        """A node that is cut off stops its workers by itself."""
+        self.lost_up_to[name] = self.cut[name][1]
         for index, worker in self.workers[name].items():
-            self.workers[name][index] = replace(worker, exit_code=137)
+            if worker.is_running:
+                self.workers[name][index] = replace(worker, exit_code=137)
 
-    def live_again(self, name: str) -> None:
-        """An agent of that name starts, which knows nothing of the one before."""
-        self.lost_up_to[name] = self.current.next_id - 1
-        self.workers[name] = {}
-        self.join(name)
+    def come_back(self, name: str) -> None:
+        """A node that was cut off is there again."""
+        del self.absent_s[name]
+        self._register(name, self.cut.pop(name)[0].num_slots)
 
     def drain(self, name: str) -> None:
         self.nodes[name] = replace(self.nodes[name], state=NodeState.DRAINING)

@@ -89,7 +89,7 @@ def test_a_node_that_stopped_its_workers_and_is_back_before_anybody_noticed_star
     cluster = started(ELASTIC, "a", "b")
     cluster.cut_off("a")
     cluster.fence("a")
-    cluster.join("a")
+    cluster.come_back("a")
     cluster.run()
     assert cluster.committed.id == 2
     assert set(cluster.committed.nodes) == {"a", "b"}
@@ -103,17 +103,34 @@ def test_a_node_that_comes_back_later_joins_like_any_other() -> None:
     cluster.absent_s["a"] = ELASTIC.fence_s
     cluster.run()
     cluster.fence("a")
-    cluster.join("a")
+    cluster.come_back("a")
     cluster.run()
     assert set(cluster.committed.nodes) == {"a", "b"}
+    cluster.assert_consistent()
+
+
+def test_a_joiner_that_was_cut_off_withdraws_what_was_prepared_for_it() -> None:
+    cluster = started(ELASTIC, "a", is_slow=True)
+    cluster.join("b")
+    cluster.run()
+    proposed = cluster.current.proposed
+    assert "b" in cluster.generations[proposed].nodes
+    cluster.cut_off("b")
+    cluster.fence("b")
+    cluster.come_back("b")
+    cluster.is_slow = False
+    cluster.run()
+    assert cluster.history[proposed].outcome == "withdrawn"
+    assert set(cluster.committed.nodes) == {"a", "b"}
+    assert not cluster.committed.is_fresh, "node a never stopped"
     cluster.assert_consistent()
 
 
 def test_an_agent_that_takes_over_a_name_starts_nothing_in_a_generation_that_was_there_before_it() -> None:
     cluster: Cluster = started(ELASTIC, "a", "b")
     num_started = cluster.num_started
-    del cluster.nodes["a"]
-    cluster.live_again("a")
+    cluster.lose("a")
+    cluster.join("a")
     cluster._act("a")
     assert cluster.num_started == num_started
     cluster.run()

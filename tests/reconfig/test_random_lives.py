@@ -38,6 +38,19 @@ class JobLife(RuleBasedStateMachine):
     def a_node_is_lost(self, data: st.DataObject) -> None:
         self.cluster.lose(data.draw(st.sampled_from(sorted(self.cluster.nodes))))
 
+    @precondition(lambda self: len(self.cluster.nodes) > 1)
+    @rule(data=st.data(), it_stops=st.booleans(), others_go_on=st.booleans())
+    def a_node_is_cut_off_and_comes_back(self, data: st.DataObject, it_stops: bool, others_go_on: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.cluster.nodes)))
+        self.cluster.cut_off(name)
+        self.cluster.run()
+        if it_stops or others_go_on:
+            self.cluster.fence(name)
+        if others_go_on:
+            self.cluster.absent_s[name] = self.cluster.policy.fence_s
+            self.cluster.run()
+        self.cluster.come_back(name)
+
     @precondition(lambda self: len(self.cluster.view().usable) > 1)
     @rule(data=st.data())
     def a_node_drains(self, data: st.DataObject) -> None:
