@@ -87,9 +87,8 @@ class ReleasingMigration(Migration):
             )
             self._staging = None
         self._peers.meet(self._schedule, self._peers.agree(complaint, None))
-        # A worker that grows has the difference free from the start.
-        room = min(max(self._on_demand.old_bytes, self._new_bytes), self.budget_bytes - self.staging_bytes)
-        self._on_demand.touch_ahead(room - self._on_demand.old_bytes)
+        # What the run will hold at its peak anyway may as well be there from the start.
+        self._on_demand.touch_ahead(peak - self.staging_bytes - self._on_demand.old_bytes)
         self._on_demand.held_bytes += self.staging_bytes
         self._on_demand.note()
 
