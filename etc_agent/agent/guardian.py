@@ -63,7 +63,7 @@ class Guardian:
             with self._lock:
                 self._pipe.write(line + "\n")
                 self._pipe.flush()
-        except OSError:
+        except (OSError, ValueError):  # the latter once we have closed it
             raise RuntimeError("the guardian process is gone; a dead agent would now leave workers behind") from None
 
 

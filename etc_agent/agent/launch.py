@@ -80,10 +80,10 @@ def _assemble(
 ) -> NodeAgent:
     """Start everything in order; `stack` undoes it in reverse, whatever happens."""
     stack.callback(ignore, handled)
-    if settings.preflight is not None:
-        check_node(settings.preflight, settings.env)
     guardian = Guardian()
     stack.callback(guardian.close)
+    if settings.preflight is not None:
+        check_node(settings.preflight, settings.env, guardian)
     run_folder = Path(tempfile.mkdtemp(prefix="etc-run-"))
     guardian.remove_folder(run_folder)
     etcd = settings.etcd
@@ -112,7 +112,7 @@ def _assemble(
     stack.callback(ignore, handled)
     deliver(handled, inbox.signalled)
     if (preemption := settings.preemption) is not None:
-        stack.callback(PreemptionProbe(preemption.probe, preemption.every_s, inbox.preempted).close)
+        stack.callback(PreemptionProbe(preemption.probe, preemption.every_s, inbox.preempted, guardian).close)
     return agent
 
 

@@ -8,7 +8,9 @@ import subprocess
 import threading
 from collections.abc import Callable
 
+from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.settings import UserCommand
+from etc_agent.agent.user_command import run_command
 
 logger = logging.getLogger(__name__)
 
@@ -16,8 +18,10 @@ logger = logging.getLogger(__name__)
 class PreemptionProbe:
     """Runs the command every `every_s` until it says yes; then `on_notice` is called, once, from this thread."""
 
-    def __init__(self, command: UserCommand, every_s: float, on_notice: Callable[[], None]) -> None:
-        self._command, self._every_s, self._on_notice = command, every_s, on_notice
+    def __init__(
+        self, command: UserCommand, every_s: float, on_notice: Callable[[], None], guardian: Guardian
+    ) -> None:
+        self._command, self._every_s, self._on_notice, self._guardian = command, every_s, on_notice, guardian
         self._closed = threading.Event()
         self._complaint = ""
         threading.Thread(target=self._run, name="preemption-probe", daemon=True).start()
@@ -26,25 +30,25 @@ class PreemptionProbe:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.is_set():
-            if self._says_yes():
-                self._on_notice()
-                return
-            self._closed.wait(self._every_s)
+        try:
+            while not self._closed.is_set():
+                if self._says_yes():
+                    self._on_notice()
+                    return
+                self._closed.wait(self._every_s)
+        except RuntimeError:
+            if not self._closed.is_set():  # else the guardian is gone as it should, and the command with it
+                raise
 
     def _says_yes(self) -> bool:
-        quiet = subprocess.DEVNULL
         try:
-            done = subprocess.run(
-                self._command.words, stdin=quiet, stdout=quiet, stderr=quiet, timeout=self._command.timeout_s,
-                start_new_session=True,
-            )
+            exit_code, _ = run_command(self._command, {}, self._guardian)
         except OSError as error:
             self._complain(f"cannot be run: {error.strerror}")
         except subprocess.TimeoutExpired:
             self._complain(f"has not ended in {self._command.timeout_s:g} s")
         else:
-            return done.returncode == 0
+            return exit_code == 0
         return False
 
     def _complain(self, what: str) -> None:

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping
 
+from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.settings import UserCommand
+from etc_agent.agent.user_command import run_command
 from etc_agent.errors import EtcError
 
 
-def check_node(preflight: UserCommand, environment: Mapping[str, str]) -> None:
-    """Run the command; its output goes to standard error.
+def check_node(preflight: UserCommand, environment: Mapping[str, str], guardian: Guardian) -> None:
+    """Run the command, with `environment` added to ours.
 
     Raises:
-        EtcError: it fails, takes longer than `preflight.timeout_s`, or cannot be run.
+        EtcError: it fails (its last line is shown), takes longer than `preflight.timeout_s`, or cannot be run.
     """
     command = " ".join(preflight.words)
     try:
-        done = subprocess.run(
-            preflight.words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace", timeout=preflight.timeout_s, start_new_session=True,
-        )
+        exit_code, output = run_command(preflight, environment, guardian)
     except OSError as error:
         raise EtcError(f"the preflight command cannot be run: {command}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise EtcError(
             f"the preflight command has not ended in {preflight.timeout_s:g} s: {command}; this node does not join"
         ) from None
-    if done.returncode:
-        lines = done.stdout.strip().splitlines()
+    if exit_code:
+        lines = output.strip().splitlines()
         said = f": {lines[-1]}" if lines else ""
-        raise EtcError(
-            f"the preflight command failed with exit code {done.returncode}: {command}{said}; this node does not join"
-        )
+        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"failed with exit code {exit_code}"
+        raise EtcError(f"the preflight command {how}: {command}{said}; this node does not join")
