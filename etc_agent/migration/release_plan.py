@@ -12,8 +12,8 @@ from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Manifest
 
 _LARGEST_ROUND_BYTES = 64 << 20
-_SMALLEST_ROUND_BYTES = 256 << 10
-"""Smaller rounds cost more time than they save memory."""
+_SMALLEST_PART = 64
+"""Rounds of less than this part of what a budget has on top cost more time than they save memory."""
 _FINER = 0.8
 """From one size of rounds that was tried to the next."""
 
@@ -29,16 +29,18 @@ def plan_release(
     Raises:
         PlanError: as for `make_plan`.
     """
-    budgets = []
+    budgets, slack, largest = [], _LARGEST_ROUND_BYTES, 1
     for old, new in zip(previous, current, strict=True):
         old_bytes, new_bytes = (sum(shard.num_bytes for shard in manifest) for manifest in (old, new))
         sizes = [shard.num_bytes for shard in (*old, *new)]
         budgets.append(budget_bytes or default_budget_bytes(old_bytes, new_bytes, sizes))
-    round_bytes = _LARGEST_ROUND_BYTES
+        slack = min(slack, budgets[-1] - max(old_bytes, new_bytes)) if new_bytes else slack
+        largest = max(largest, old_bytes, new_bytes)
+    round_bytes, smallest_bytes = min(_LARGEST_ROUND_BYTES, largest), max(1, slack // _SMALLEST_PART)
     while True:
         plan = make_plan(previous, current, round_bytes=round_bytes)
         round_bytes = int(round_bytes * _FINER)
-        if round_bytes < _SMALLEST_ROUND_BYTES or all(
+        if round_bytes <= smallest_bytes or all(
             expected_peak_bytes(plan, worker, previous[worker]) <= budget for worker, budget in enumerate(budgets)
         ):
             return plan
