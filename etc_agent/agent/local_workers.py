@@ -13,18 +13,19 @@ from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.workers import WorkerProcess
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import (
-    SIGNS_OF_LIFE,
     Described,
     FirstStep,
     Heartbeat,
     Hello,
     Message,
+    Plain,
     Position,
     Prepared,
     Progress,
     Raised,
     Refused,
     Switched,
+    shows_life,
 )
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.member import WorkerView
@@ -59,6 +60,7 @@ class LocalWorker:
     hang: Failure | None = None
     life_at: float = 0.0
     in_session: bool = False
+    is_plain: bool = False
 
     @property
     def exit_code(self) -> int | None:
@@ -85,6 +87,7 @@ class LocalWorker:
             self.slot.index,
             self.started_for,
             in_session=self.in_session,
+            is_plain=self.is_plain and not self.in_session,
             has_stepped=self.progress is not None,
             exit_code=self.exit_code,
             failure=self._failure(),
@@ -183,7 +186,7 @@ class LocalWorkers:
         worker = self._workers.get(hello.local_rank)
         if worker is None or worker.started_for != hello.generation:
             return None
-        if isinstance(message, SIGNS_OF_LIFE):
+        if shows_life(message):
             worker.life_at = time.monotonic()
         match message:
             case None:
@@ -193,6 +196,8 @@ class LocalWorkers:
                     worker.channel, worker.in_session = channel, hello.in_session
             case Position():
                 worker.position = message
+            case Plain():
+                worker.is_plain = True
             case Described():
                 return message
             case Prepared() | Refused() | Switched() | FirstStep():

@@ -27,7 +27,7 @@ from etc_agent.agent.stores import Stores
 from etc_agent.agent.torch_events import TorchEvents
 from etc_agent.agent.workers import WorkerProcess
 from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE, SPARE_GENERATION, Channel
-from etc_agent.control.messages import SIGNS_OF_LIFE, Hello, Message
+from etc_agent.control.messages import Hello, Message, shows_life
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig import member
@@ -188,7 +188,7 @@ class NodeAgent:
 
     def _said(self, hello: Hello, channel: Channel, message: Message | None) -> None:
         """From the reader threads: the loop may be waiting for etcd."""
-        if isinstance(message, SIGNS_OF_LIFE):
+        if shows_life(message):
             self._fence.saw_life()
         self._inbox.said(hello, channel, message)
 

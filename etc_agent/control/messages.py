@@ -107,6 +107,13 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Plain:
+    """The script has made process groups of its own: it runs no session, and another size means a restart."""
+
+    type: ClassVar[str] = "plain"
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
     """Answer to WhereAreYou: the main thread is in `phase` of `step`, at `where` (file:line, the innermost that is not
     PyTorch's or ours). `is_waiting`: inside a collective, for other ranks. `generation`: 0 before the first."""
@@ -197,20 +204,23 @@ class Committed:
 
 
 Message = (
-    Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Heartbeat | Position | Raised
+    Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Heartbeat | Plain | Position | Raised
     | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
-        Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Heartbeat, Position, Raised,
+        Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Heartbeat, Plain, Position, Raised,
         Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed,
     )
 }
 
 
-SIGNS_OF_LIFE = (Hello, Switched, FirstStep, Progress, Heartbeat)
-"""What shows that a worker's main thread gets on."""
+def shows_life(message: Message | None) -> bool:
+    """Whether `message` shows that a worker's main thread gets on. The time begins with a session, or a heartbeat."""
+    if isinstance(message, Hello):
+        return message.in_session
+    return isinstance(message, Switched | FirstStep | Progress | Heartbeat)
 
 
 def encode(message: Message) -> dict[str, Any]:

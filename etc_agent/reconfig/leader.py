@@ -186,7 +186,8 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         return Wait(_ASK_AGAIN_S - view.phase_s)  # it cannot stay as it is, but there is no hurry
     reason = _reason(current, committed, config, leaving, is_held=is_held)
     if not in_session(view):
-        if view.phase_s < view.policy.start_s:
+        is_plain = any(view.ack(committed.id, node).is_plain for node in committed.nodes)
+        if view.phase_s < view.policy.start_s and not is_plain:
             return Write(current, reply=reply) if reply else Wait(view.policy.start_s - view.phase_s)
         decision = _fresh(replace(view, current=current), reason)
         return replace(decision, reply=reply) if isinstance(decision, Write) else decision

@@ -29,12 +29,14 @@ class WorkerView:
     """One worker process of this node, in slot `index`, started for generation `started_for`.
 
     `exit_code`: None while it runs. `in_session`: it said hello. `told`: messages already sent, by type and
-    generation. `has_stepped`: it has ended a training step. The reports are the worker's own, by generation.
+    generation. `is_plain`: it runs no session, and never will. `has_stepped`: it has ended a training step. The
+    reports are the worker's own, by generation.
     """
 
     index: int
     started_for: int
     in_session: bool = False
+    is_plain: bool = False
     has_stepped: bool = False
     exit_code: int | None = None
     failure: Failure | None = None
@@ -186,6 +188,7 @@ def summarise(
         generation.id,
         node,
         in_session=complete and all(worker.in_session for worker in holding),
+        is_plain=any(worker.is_plain for worker in holding),
         prepared=(next(iter(digests)) if digests else "none") if ready and len(digests) <= 1 else "",
         refused=refused[0].error if refused else "",
         switched=whole and len(switched) == len(members) and not generation.is_fresh,

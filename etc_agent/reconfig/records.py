@@ -118,17 +118,18 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 class Ack(_Json):
     """``acks/<generation>/<node>``: one node's summary of its workers in one generation.
 
-    `in_session`: every worker said hello, so that the node can change in place. `prepared`: the plan digest, once every
-    worker of the node is ready. `refused`: why a worker cannot take part. `switched`: every worker is past the
-    migration vote. `lost`: the node has lost its workers of this generation, because it was cut off from etcd or is in
-    another life. `has_stepped`: a worker has ended a training step.
-    `ended`: the slot of a worker that has ended with exit code 0, if one has. `stop_ms` and `phases_ms`: the slowest
-    worker's; bytes are sums over the node's workers.
+    `in_session`: every worker said hello, so that the node can change in place. `is_plain`: a worker runs no
+    session, and never will. `prepared`: the plan digest, once every worker of the node is ready. `refused`: why a
+    worker cannot take part. `switched`: every worker is past the migration vote. `lost`: the node has lost its
+    workers of this generation, because it was cut off from etcd or is in another life. `has_stepped`: a worker has
+    ended a training step. `ended`: the slot of a worker that has ended with exit code 0, if one has. `stop_ms` and
+    `phases_ms`: the slowest worker's; bytes are sums over the node's workers.
     """
 
     generation: int
     node: str
     in_session: bool = False
+    is_plain: bool = False
     prepared: str = ""
     refused: str = ""
     switched: bool = False

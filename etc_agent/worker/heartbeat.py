@@ -7,7 +7,7 @@ import threading
 import time
 
 from etc_agent.control.channel import Channel
-from etc_agent.control.messages import Heartbeat, Hello
+from etc_agent.control.messages import Heartbeat, Hello, Message, Plain
 from etc_agent.worker.environment import WorkerEnvironment
 from etc_agent.worker.position import dump_stacks_on_signal
 
@@ -27,23 +27,35 @@ class _Heart:
     def beat(self) -> None:
         with self._lock:
             self._count += 1
-            if self._is_dead or time.monotonic() - self._last < _INTERVAL_S:
+            if time.monotonic() - self._last < _INTERVAL_S:
                 return
             self._last = time.monotonic()
-            environment = WorkerEnvironment.read()
-            if environment.socket is None:
-                return
-            try:
-                if self._channel is None:
-                    self._channel = Channel.connect(environment.socket)
-                    self._channel.send(Hello(environment.slot, os.getpid(), environment.generation, in_session=False))
-                    dump_stacks_on_signal()
-                self._channel.send(Heartbeat(self._count))
-            except OSError:
-                self._is_dead = True  # the agent is gone; its guardian sees to this process
+            self._send(Heartbeat(self._count))
+
+    def say_plain(self) -> None:
+        with self._lock:
+            self._send(Plain())
+
+    def _send(self, message: Message) -> None:
+        environment = WorkerEnvironment.read()
+        if environment.socket is None or self._is_dead:
+            return
+        try:
+            if self._channel is None:
+                self._channel = Channel.connect(environment.socket)
+                self._channel.send(Hello(environment.slot, os.getpid(), environment.generation, in_session=False))
+                dump_stacks_on_signal()
+            self._channel.send(message)
+        except OSError:
+            self._is_dead = True  # the agent is gone; its guardian sees to this process
 
 
 _heart = _Heart()
+
+
+def say_plain() -> None:
+    """Tell the agent that this script runs no session, so that a change of size need not wait for one."""
+    _heart.say_plain()
 
 
 def heartbeat() -> None:

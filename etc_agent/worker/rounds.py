@@ -43,11 +43,14 @@ class Rounds:
     def _of_this_round(self, store: Store, world_size: int) -> Store:
         from torch.distributed import PrefixStore
 
+        from etc_agent.worker.heartbeat import say_plain
+
         if self._has_entered and store.add(f"{_PREFIX}{self._round}", 0) >= world_size:
             self._round, self._has_entered = self._round + 1, False
         if not self._has_entered:
             store.add(f"{_PREFIX}{self._round}", 1)
             self._has_entered = True
+            say_plain()
         return PrefixStore(f"{_PREFIX}{self._round}", store) if self._round else store
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cluster import Cluster
 from jobs import ELASTIC, ONE_NODE, one_node, started
@@ -209,6 +211,17 @@ def test_a_script_without_a_session_is_restarted_for_another_size() -> None:
     cluster.run()
     assert cluster.current.committed == 1, "it may still be starting"
     cluster.phase_s = 1e9
+    cluster.run()
+    assert cluster.config == "PP2TP2DP1"
+    assert cluster.committed.is_fresh
+
+
+def test_a_script_that_says_that_it_has_no_session_is_restarted_at_once() -> None:
+    cluster = Cluster(ONE_NODE, hooked=False)
+    cluster.join("a", num_slots=4)
+    cluster.run()
+    cluster.workers["a"][0] = replace(cluster.workers["a"][0], is_plain=True)
+    cluster.ask("PP2TP2DP1")
     cluster.run()
     assert cluster.config == "PP2TP2DP1"
     assert cluster.committed.is_fresh

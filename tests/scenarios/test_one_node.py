@@ -119,6 +119,24 @@ def test_a_failing_script_is_restarted_as_often_as_it_may(tmp_path: Path, cleanu
     assert len([line for line in job.our_lines() if "restart" in line]) == 2
 
 
+def test_a_script_without_a_session_is_restarted_for_another_size_at_once(tmp_path: Path, cleanup: Cleanup) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.ones(())\n"
+        "dist.all_reduce(total)\n"
+        "print(f'together {int(total)}', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    job = cleanup(standalone(tmp_path, script, slots=2, options=("--parallel", "PP1TP1DP1")))
+    job.wait_for("together 1")
+    etcd_of(job).scale("2")
+    job.wait_for("together 2", 60)  # far sooner than a worker may take to open a session
+    job.send(signal.SIGINT)
+    assert job.wait() == 130
+
+
 def test_init_process_group_before_the_session_is_refused_in_one_line(tmp_path: Path, cleanup: Cleanup) -> None:
     script = tmp_path / "early.py"
     script.write_text(
