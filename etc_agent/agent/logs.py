@@ -35,23 +35,36 @@ class NodeLogs:
         """Whether a process can log before it has a rank: not where the user's own LogsSpecs decide."""
         return type(self._specs) is DefaultLogsSpecs
 
-    def of_spare(self, slot: Slot, number: int) -> tuple[LogsSpecs, Path | None]:
-        """The LogsSpecs of the `number`-th spare of this agent, and the folder of its files, if any."""
-        path = self._folder and self._folder / "spares" / slot.node / f"{slot.index}-{number}"
+    def of_spare(self, slot: Slot) -> tuple[LogsSpecs, Path | None]:
+        """The LogsSpecs of a new spare in `slot`, and the folder of its files, if any."""
+        if self._folder is None:
+            return WorkerLogs(self._specs, slot.index, None), None
+        parent = self._folder / "spares" / slot.node
+        parent.mkdir(parents=True, exist_ok=True)
+        path = Path(tempfile.mkdtemp(prefix=f"{slot.index}-", dir=parent))
         return WorkerLogs(self._specs, slot.index, path), path
 
     def adopt(self, folder: Path | None, slot: Slot, generation: Generation) -> None:
         """The spare that logs to `folder` is the worker in `slot` of `generation` now: its files are found there."""
         if self._folder is not None and folder is not None:
-            place = self._folder / f"generation_{generation.id}" / slot.node / str(generation.placement.index(slot))
+            place = self._place(self._folder, slot, generation)
             place.parent.mkdir(parents=True, exist_ok=True)
+            if place.is_dir():  # of an earlier job of this name
+                shutil.rmtree(place)
             place.symlink_to(os.path.relpath(folder, place.parent))
+
+    def _place(self, folder: Path, slot: Slot, generation: Generation) -> Path:
+        """Where the logs of the worker in `slot` of `generation` are found. A link that is there already is of an
+        earlier job of this name, and goes."""
+        place = folder / f"generation_{generation.id}" / slot.node / str(generation.placement.index(slot))
+        if place.is_symlink():
+            place.unlink()
+        return place
 
     def of(self, slot: Slot, generation: Generation, environment: Mapping[str, str]) -> LogsSpecs:
         """The LogsSpecs of the one worker that is started in `slot` for `generation`."""
         if type(self._specs) is DefaultLogsSpecs:
-            rank = generation.placement.index(slot)
-            path = self._folder and self._folder / f"generation_{generation.id}" / slot.node / str(rank)
+            path = self._folder and self._place(self._folder, slot, generation)
             return WorkerLogs(self._specs, slot.index, path)
         if self._given[0] != generation.id:
             ranks = {other.index: rank for rank, other in enumerate(generation.placement) if other.node == slot.node}

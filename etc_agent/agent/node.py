@@ -133,7 +133,7 @@ class NodeAgent:
         self._drain_deadline_s = self._drain_deadline = float("inf")
         self._is_stopping = self._is_preempted = False
         self._spares = Spares(self._start_spare, guardian)
-        self._spare_command = spare_command(settings.entrypoint, settings.args)
+        self._spare_command = spare_command(settings)
         self._reported = 0
         self._workers_reported = -1
 
@@ -334,10 +334,10 @@ class NodeAgent:
             )
         self._workers.add(index, generation.id, process)
 
-    def _start_spare(self, index: int, number: int) -> tuple[WorkerProcess, Path | None]:
+    def _start_spare(self, index: int) -> tuple[WorkerProcess, Path | None]:
         assert self._spare_command is not None
         environment = {**self._common_environment, SOCKET_VARIABLE: str(self._server.path), SLOT_VARIABLE: str(index)}
-        logs, folder = self._logs.of_spare(Slot(self._record.name, index), number)
+        logs, folder = self._logs.of_spare(Slot(self._record.name, index))
         process = WorkerProcess.start(
             self._settings.launch_config, *self._spare_command, index, environment, logs, self._events
         )
@@ -345,8 +345,8 @@ class NodeAgent:
 
     def _idle_slots(self, records: JobRecords) -> frozenset[int]:
         """The slots that should hold a spare: those without a worker, once the workers are under way."""
-        wanted = self._settings.warm_spares and self._spare_command is not None and self._logs.admit_spares
-        if not wanted or self._is_stopping or self._is_leaving(records):
+        are_possible = self._spare_command is not None and self._logs.admit_spares
+        if not are_possible or self._is_stopping or self._is_leaving(records):
             return frozenset()
         if records.current.outcome is not Outcome.RUNNING or not self._workers.are_under_way(_UNDER_WAY_S):
             return self._spares.indices

@@ -8,34 +8,40 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from etc_agent.agent.guardian import Guardian
+from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.workers import WorkerProcess
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import Begin, Hello
 
 logger = logging.getLogger(__name__)
 
+_RANK = re.compile(r"\$rank\b|\$\{rank\}")
 _RETRY_S = 2.0
 _MOST_RETRY_S = 120.0
 
 Command = tuple[str, tuple[str, ...]]
 
 
-def spare_command(entrypoint: str | Callable[..., Any], args: tuple[Any, ...]) -> Command | None:
-    """The program and arguments of a spare for a job started like this; None where only Python could be warm, and it
-    is something else that runs."""
-    python = os.environ.get("PYTHON_EXEC", sys.executable)
-    if entrypoint != python or args[:1] != ("-u",):
+def spare_command(settings: JobSettings) -> Command | None:
+    """The program and arguments of a job's spare. None where it has none: none are wanted, only a Python script or
+    module could be warm and something else runs, or a rank is needed before there is one."""
+    python, args = os.environ.get("PYTHON_EXEC", sys.executable), [str(arg) for arg in settings.args]
+    prefix = settings.launch_config.log_line_prefix_template or ""
+    if not settings.warm_spares or settings.entrypoint != python or args[:1] != ["-u"] or _RANK.search(prefix):
         return None
-    return python, ("-u", "-m", "etc_agent.worker.spare", *map(str, args[1:]))
+    if args[1] != "-m" and (not os.path.isfile(args[1]) or zipfile.is_zipfile(args[1])):
+        return None
+    return python, ("-u", "-m", "etc_agent.worker.spare", *args[1:])
 
 
 @dataclass(slots=True)
@@ -49,13 +55,12 @@ class _Spare:
 class Spares:
     """The spares of one node by slot index.
 
-    `start(index, number)`: starts the process of the `number`-th spare, and says where it logs, if anywhere.
+    `start(index)`: starts the process of a spare, and says where it logs, if anywhere.
     """
 
-    start: Callable[[int, int], tuple[WorkerProcess, Path | None]]
+    start: Callable[[int], tuple[WorkerProcess, Path | None]]
     guardian: Guardian
     _spares: dict[int, _Spare] = field(default_factory=dict)
-    _number: int = 0
     _retry_at: float = 0.0
     _retry_s: float = _RETRY_S
 
@@ -76,8 +81,7 @@ class Spares:
         if time.monotonic() < self._retry_at:
             return
         for index in sorted(set(indices) - set(self._spares)):
-            self._number += 1
-            process, folder = self.start(index, self._number)
+            process, folder = self.start(index)
             self.guardian.watch_group(process.pid)
             self._spares[index] = _Spare(process, folder)
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from running import TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
 
 Cleanup = Callable[[EtcRun], EtcRun]
@@ -44,7 +45,10 @@ def test_a_spare_becomes_a_worker_and_its_log_is_where_the_workers_is(tmp_path: 
     job.assert_nothing_left()
 
 
-def test_a_script_in_a_spare_finds_what_it_finds_in_python(tmp_path: Path, cleanup: Cleanup) -> None:
+@pytest.mark.parametrize("how", [("look.py",), ("-m", "look")], ids=["script", "module"])
+def test_a_script_in_a_spare_finds_what_it_finds_in_python(
+    tmp_path: Path, cleanup: Cleanup, how: tuple[str, ...]
+) -> None:
     (tmp_path / "beside.py").write_text("HERE = True")
     script = tmp_path / "look.py"
     script.write_text(
@@ -54,6 +58,8 @@ def test_a_script_in_a_spare_finds_what_it_finds_in_python(tmp_path: Path, clean
         "    assert isinstance(pickle.loads(pickle.dumps(Thing())), Thing)\n"
         "    main = sys.modules['__main__']\n"
         "    return {'argv': sys.argv, 'file': __file__, 'name': __name__, 'main': main.look is look,\n"
+        "            'code': look.__code__.co_filename, 'builtins': str(__builtins__), 'notes': __annotations__,\n"
+        "            'loader': type(__loader__).__name__, 'names': sorted(globals()),\n"
         "            'rank': os.environ['RANK'], 'path': sys.path, 'module': __spec__ and __spec__.name}\n"
         "warm = 'worker.spare' in pathlib.Path('/proc/self/cmdline').read_text()\n"
         "pathlib.Path(f'seen-{\"warm\" if warm else \"cold\"}-{os.getpid()}').write_text(json.dumps(look()))\n"
@@ -61,7 +67,7 @@ def test_a_script_in_a_spare_finds_what_it_finds_in_python(tmp_path: Path, clean
         "raise ValueError('in a spare')\n"
     )
     options = ("--parallel", "PP1TP1DP1", "--rdzv-conf", "start_s=1")
-    job = cleanup(standalone(tmp_path, script, "an argument", slots=2, options=options))
+    job = cleanup(standalone(tmp_path, *how, "an argument", slots=2, options=options))
     warm_spare_of(job)
     (cold,) = wait_until(lambda: list(tmp_path.glob("seen-cold-*")), "the cold worker")
     etcd_of(job).scale("2")
