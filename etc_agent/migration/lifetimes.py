@@ -121,6 +121,7 @@ def lifetimes_of(schedule: Schedule, sources: Iterable[Shard]) -> Lifetimes:
 
 
 def default_budget_bytes(old_bytes: int, new_bytes: int, shard_bytes: Iterable[int]) -> int:
-    """The larger of old and new state, and on top 10 % of it or its two largest tensors, whichever is more."""
+    """The larger of old and new state, and on top 10 % of it or its two largest tensors, whichever is more; at least
+    1 MiB, without which a state of many tiny tensors could not move at all."""
     larger = max(old_bytes, new_bytes)
-    return larger + max(larger // 10, sum(sorted(shard_bytes)[-2:]))
+    return larger + max(larger // 10, sum(sorted(shard_bytes)[-2:]), 1 << 20)

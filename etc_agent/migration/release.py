@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from etc_agent.migration.binding import BoundRound, LocalCopies
+from etc_agent.migration.binding import BoundRound, LocalCopies, same_memory
 from etc_agent.migration.bits import copy_bits
-from etc_agent.migration.check import check_tensors, needed_shards
+from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.lifetimes import Step, default_budget_bytes, lifetimes_of
 from etc_agent.migration.report import SpanRecorder
@@ -18,6 +18,9 @@ from etc_agent.migration.schedule import WINDOW
 from etc_agent.migration.storage import OnDemand
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 from etc_agent.state.layout import Shard
+
+_NAMED = 5
+"""Shards named in a message; of more only the number."""
 
 
 class ReleasingMigration(Migration):
@@ -56,6 +59,7 @@ class ReleasingMigration(Migration):
         check_tensors(worker, "old", self._old_shards, sources)
         self._device = torch.device(device)
         self._on_demand = OnDemand(worker, sources, self._device)
+        self._all_sources = tuple(sources)
         self._setup(plan, worker, self._on_demand, group, timeout_s, verify)
         self._on_demand.keep_whole(self._schedule.refers)
         self._lifetimes = lifetimes_of(self._schedule, sources)
@@ -93,11 +97,14 @@ class ReleasingMigration(Migration):
         self._on_demand.note()
 
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
-        """Take over replaced source tensors, before `run`.
+        """Take over replaced source tensors, before `run`. Costs next to nothing where every tensor has its memory.
 
         Raises:
             MigrationError: as for the constructor.
         """
+        known = self._storage.sources
+        if all(shard in known and same_memory(known[shard], tensor) for shard, tensor in sources.items()):
+            return
         check_tensors(self._worker, "old", self._old_shards, sources)
         self._hold(sources)
         self._bind()
@@ -112,6 +119,16 @@ class ReleasingMigration(Migration):
         for transfer in self._arrived:
             held[Shard(transfer.tensor, transfer.box)] = self._part(transfer)
         return held
+
+    def account(self) -> str:
+        """What a run that failed has given up here, for people; "" where that is nothing."""
+        held = self._on_demand.sources
+        gone = [describe(shard.tensor, shard.box) for shard in self._all_sources if shard not in held]
+        if not gone:
+            return ""
+        left = sum(shard.num_bytes for shard in self.remaining())
+        named = ", ".join(gone[:_NAMED]) + (f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else "")
+        return f"worker {self._worker} holds {left:,} bytes of state and has given up its shards of {named}"
 
     def _hold(self, sources: Mapping[Shard, torch.Tensor]) -> None:
         self._on_demand = OnDemand(self._worker, sources, self._device)

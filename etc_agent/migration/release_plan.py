@@ -19,12 +19,16 @@ _FINER = 0.8
 
 
 def plan_release(
-    previous: Sequence[Manifest], current: Sequence[Manifest], budget_bytes: int | None = None
+    previous: Sequence[Manifest],
+    current: Sequence[Manifest],
+    budget_bytes: int | None = None,
+    nodes: Sequence[int] | None = None,
 ) -> MigrationPlan:
     """The plan that turns `previous` into `current`, where entry i of both is worker i's manifest.
 
     `budget_bytes`: of every worker; by default each has its `default_budget_bytes`. The same on every worker. Where no
-    rounds fit, the plan has the smallest ones, and `ReleasingMigration.prepare` says who lacks how much.
+    rounds fit, the plan has the smallest ones, and `ReleasingMigration.prepare` says who lacks how much. `nodes`: as
+    for `make_plan`.
 
     Raises:
         PlanError: as for `make_plan`.
@@ -38,7 +42,7 @@ def plan_release(
         largest = max(largest, old_bytes, new_bytes)
     round_bytes, smallest_bytes = min(_LARGEST_ROUND_BYTES, largest), max(1, slack // _SMALLEST_PART)
     while True:
-        plan = make_plan(previous, current, round_bytes=round_bytes)
+        plan = make_plan(previous, current, round_bytes=round_bytes, nodes=nodes)
         round_bytes = int(round_bytes * _FINER)
         if round_bytes <= smallest_bytes or all(
             expected_peak_bytes(plan, worker, previous[worker]) <= budget for worker, budget in enumerate(budgets)

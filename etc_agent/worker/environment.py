@@ -9,6 +9,7 @@ from typing import Self
 
 from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
 from etc_agent.errors import EtcError
+from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
@@ -16,6 +17,8 @@ from etc_agent.parallel.topology import Slot
 PARALLEL_VARIABLE = "ETC_PARALLEL"
 VERIFY_VARIABLE = "ETC_VERIFY"
 TRACE_VARIABLE = "ETC_TRACE"
+MIGRATION_VARIABLE = "ETC_MIGRATION"
+BUDGET_VARIABLE = "ETC_MIGRATION_BUDGET_MB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class WorkerEnvironment:
     `socket`: the agent's control socket, or None under plain torchrun, where the size is fixed. `store`: ``host:port``
     of the generation's TCPStore, "" where nothing was said (one process by hand). `verify_dir`: where to write this
     worker's shards around every migration, or None. `trace_dir`: where to write a trace of every switch, or None.
+    `migration`, `budget_mb`: what an administrator says of the mode of migrations in place of the script; None and 0
+    where nothing is said.
     """
 
     rank: int
@@ -39,6 +44,8 @@ class WorkerEnvironment:
     is_joining: bool
     verify_dir: str | None
     trace_dir: str | None
+    migration: str | None
+    budget_mb: int
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -49,6 +56,9 @@ class WorkerEnvironment:
         """
         address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
         socket = environ.get(SOCKET_VARIABLE) or None
+        migration = environ.get(MIGRATION_VARIABLE) or None
+        if migration is not None and migration not in MODES:
+            raise EtcError(f"{MIGRATION_VARIABLE}={migration!r} is no mode; set it to one of {', '.join(MODES)}")
         parallel = environ.get(PARALLEL_VARIABLE)
         try:
             config = ParallelConfig.parse(parallel) if parallel else None
@@ -66,6 +76,8 @@ class WorkerEnvironment:
             is_joining=environ.get(JOINING_VARIABLE, "") == "1",
             verify_dir=environ.get(VERIFY_VARIABLE) or None,
             trace_dir=environ.get(TRACE_VARIABLE) or None,
+            migration=migration,
+            budget_mb=_integer(environ, BUDGET_VARIABLE, 0),
         )
 
 

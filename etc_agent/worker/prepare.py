@@ -7,10 +7,11 @@ those that join by their new rank.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, materialise, shards_of
 from etc_agent.migration.engine import Migration
+from etc_agent.migration.modes import Wish, choose_mode, free_bytes
+from etc_agent.migration.release import ReleasingMigration
+from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.shared import SharedMemory, can_share
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
@@ -33,6 +37,8 @@ from etc_agent.worker.rng import carried_stream
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
 from etc_agent.worker.world import World, build, connect_store, entered, raw_group
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +84,8 @@ class Seat:
 
 @dataclass(slots=True, eq=False)
 class PreparedGeneration:
-    """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried.
+    """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried. In
+    `release` mode the model in `next` is on the meta device until its tensors have come.
 
     `old_shards`: the shards of the live state by name, so that the switch need not work them out again.
     """
@@ -141,31 +148,46 @@ def prepare(
             sources, old_stream = _old_shards(live, seat, generation, previous, device)
             manifest, new_stream = _new_manifest(state, world, seat, generation, previous, device)
         with _phase(phases_ms, "manifests"):
-            rows = gather_json(group, _say(tuple(sources), manifest, refusal))
+            nodes = _node_numbers(generation, previous)
+            wish = _wish(settings, seat, nodes)
+            rows = gather_json(group, _say(tuple(sources), manifest, refusal, wish))
             _refuse_if_any(rows)
         with _phase(phases_ms, "plan"):
-            nodes = _node_numbers(generation, previous)
-            plan = make_plan(
-                [decode_manifest(row["old"]) for row in rows],
-                [decode_manifest(row["new"]) for row in rows],
-                nodes=nodes,
+            old, new = ([decode_manifest(row[side]) for row in rows] for side in ("old", "new"))
+            choice = choose_mode([Wish(**row["wish"]) for row in rows], old, new)
+            if choice.mode == "release":
+                plan = plan_release(old, new, choice.budget_bytes, nodes)
+                if seat.worker == 0:
+                    _log.warning(
+                        "generation %d is migrated to in release mode, since %s: once that has begun, the old state "
+                        "goes as the new one comes, and a worker lost meanwhile takes its part of it along",
+                        generation.id, choice.why,
+                    )
+            else:
                 # On one host nobody's port is relieved by a detour.
-                forwarding=len(set(nodes)) > 1,
-            )
+                plan = make_plan(old, new, nodes=nodes, forwarding=len(set(nodes)) > 1)
         with _phase(phases_ms, "allocate"):
-            memory = SharedMemory(plan, seat.worker) if device.type == "cpu" and can_share() else None
+            keeps = choice.mode == "keep"
+            memory = SharedMemory(plan, seat.worker) if keeps and device.type == "cpu" and can_share() else None
             shared = {} if memory is None else memory.tensors
             targets = {}
-            if state is not None and world is not None:
+            if keeps and state is not None and world is not None:
                 targets = _materialised(state, world, plan, seat, sources, shared, device)
-            if new_stream is not None:
+            if keeps and new_stream is not None:
                 new_stream = (new_stream[0], shared.get(*new_stream))
                 targets[new_stream[0]] = new_stream[1]
         with _phase(phases_ms, "connect"):
-            migration = Migration(
-                plan, seat.worker, sources, targets, group,
-                timeout_s=settings.switch_timeout_s, memory=memory, verify=settings.verify_dir is not None,
-            )
+            migration: Migration
+            timeout_s, verify = settings.switch_timeout_s, settings.verify_dir is not None
+            if keeps:
+                migration = Migration(
+                    plan, seat.worker, sources, targets, group, timeout_s=timeout_s, memory=memory, verify=verify
+                )
+            else:
+                migration = ReleasingMigration(
+                    plan, seat.worker, sources, group,
+                    timeout_s=timeout_s, device=device, budget_bytes=choice.budget_bytes, verify=verify,
+                )
             migration.prepare()
         following = None
         if world is not None and state is not None:
@@ -248,8 +270,14 @@ def _with_buffer(shard: Shard | None) -> tuple[Shard, torch.Tensor] | None:
     return shard, torch.zeros(shard.box.shape, dtype=torch.uint8, device="cpu")
 
 
-def _say(old: tuple[Shard, ...], new: tuple[Shard, ...], refusal: str) -> dict[str, Any]:
-    return {"old": encode_manifest(old), "new": encode_manifest(new), "refusal": refusal}
+def _wish(settings: Settings, seat: Seat, nodes: list[int]) -> Wish:
+    """What this worker asks for; workers of one node share what its host has free."""
+    sharing = nodes.count(nodes[seat.worker]) if settings.device.type == "cpu" else 1
+    return Wish(settings.migration, settings.budget_bytes, free_bytes(settings.device) // sharing)
+
+
+def _say(old: tuple[Shard, ...], new: tuple[Shard, ...], refusal: str, wish: Wish) -> dict[str, Any]:
+    return {"old": encode_manifest(old), "new": encode_manifest(new), "refusal": refusal, "wish": asdict(wish)}
 
 
 def _refuse_if_any(rows: list[dict[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from etc_agent.control.channel import Channel
 from etc_agent.control.messages import FirstStep, Position, Progress, Raised, Refused, Switched
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState
+from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.context import ParallelContext, local_sample_ids
 from etc_agent.worker.environment import WorkerEnvironment
@@ -366,6 +367,8 @@ def session(
     device: torch.device | str | None = None,
     timeout_s: float = 1800.0,
     switch_timeout_s: float = 600.0,
+    migration: Literal["auto", "keep", "release"] = "auto",
+    budget_bytes: int | None = None,
 ) -> Session:
     """An elastic training session, to be used as a context manager::
 
@@ -389,6 +392,11 @@ def session(
         device: where the state lives; by default the slot's GPU, or the CPU where there is none.
         timeout_s: longest wait for peers in training; the timeout of every process group.
         switch_timeout_s: longest wait for peers in a change.
+        migration: ``keep`` holds old and new state side by side until a change is committed; ``release`` gives the old
+            one up as the new one comes, and with it the way back; ``auto`` releases only where both do not fit. The
+            variable ETC_MIGRATION takes precedence.
+        budget_bytes: most bytes of a worker's state during a change; by default what is free on its device. The
+            variable ETC_MIGRATION_BUDGET_MB takes precedence.
 
     Raises:
         EtcError, ValueError: what was given cannot work; one line says why.
@@ -396,6 +404,8 @@ def session(
     environment = WorkerEnvironment.read()
     if global_batch < 1:
         raise ValueError(f"global_batch must be at least 1, not {global_batch}")
+    if migration not in MODES:
+        raise ValueError(f"migration must be one of {', '.join(MODES)}, not {migration!r}")
     settings = Settings(
         device=_device(device, environment.local_rank),
         global_batch=global_batch,
@@ -405,6 +415,8 @@ def session(
         record=record,
         verify_dir=environment.verify_dir,
         trace_dir=environment.trace_dir,
+        migration=environment.migration or migration,
+        budget_bytes=environment.budget_mb << 20 or budget_bytes or 0,
     )
     config = ParallelConfig.parse(parallel) if isinstance(parallel, str) else parallel
     return Session(build, config, environment, settings)

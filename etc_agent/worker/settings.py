@@ -16,7 +16,8 @@ class Settings:
     """`global_batch` in samples. `timeout_s`: longest wait for peers in the training groups and for the store;
     `switch_timeout_s`: the same in the groups that migrate. `verify_dir`: where every worker writes its shards before
     and after a migration, whose boxes are then hashed on both ends as well; None for neither. `trace_dir`: where every
-    worker writes a Chrome trace of each switch, or None."""
+    worker writes a Chrome trace of each switch, or None. `migration`: ``auto``, ``keep`` or ``release``
+    (`etc_agent.migration.modes`); `budget_bytes`: most bytes of a worker's state while it migrates, 0 for what fits."""
 
     device: torch.device
     global_batch: int
@@ -26,3 +27,5 @@ class Settings:
     record: Record | None
     verify_dir: str | None = None
     trace_dir: str | None = None
+    migration: str = "auto"
+    budget_bytes: int = 0

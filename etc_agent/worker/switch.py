@@ -24,11 +24,13 @@ from etc_agent.errors import EtcError
 from etc_agent.integrations.native import host_state, load_host_state, rng_state, set_rng_state, shards_of
 from etc_agent.integrations.tensors import local_tensor, named_tensors, shard_of
 from etc_agent.migration.progress import ProgressBar
+from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.report import MemoryPoint, MigrationReport, Span
 from etc_agent.migration.trace import write_trace
 from etc_agent.worker.environment import environment_of
 from etc_agent.worker.exchange import broadcast_json, gather_json
 from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line
+from etc_agent.worker.releasing import StateLostError, take_over, what_is_lost
 from etc_agent.worker.rng import start_stream
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.user_state import load_own_state, own_state, rules_of
@@ -78,17 +80,27 @@ def switch(
 
     Raises:
         SwitchError: a worker was lost before the vote's result was known.
+        StateLostError: the vote failed, and there is no way back (`release` mode).
     """
     outcome = Switch(False, step, time.perf_counter())
     try:
         carried, own = _share_host_state(prepared, live, outcome)
-        ok = _migrate(prepared, live, carried, own, outcome, settings.verify_dir)
+        ok = live is None or _refresh(prepared, live, outcome, settings.verify_dir)
+        if isinstance(prepared.migration, ReleasingMigration):
+            # Nothing is given up before every worker is known to be there and fit.
+            with _phase(outcome, "begin"):
+                ok = minimum(prepared.group, Ballot(ok, 0)).ok
+        ok = ok and _migrate(prepared, carried, own, outcome)
         with _phase(outcome, "vote"):
             outcome.is_committed = minimum(prepared.group, Ballot(ok, 0)).ok
     except RuntimeError as error:
         raise SwitchError(
-            f"the switch to generation {prepared.generation.id} broke off before its vote: {one_line(error)}"
+            f"the switch to generation {prepared.generation.id} broke off before its vote: "
+            f"{one_line(error)}{what_is_lost(prepared)}"
         ) from error
+    if not outcome.is_committed and (lost := what_is_lost(prepared)):
+        reason = outcome.error or "the migration failed on another worker"
+        raise StateLostError(f"the switch to generation {prepared.generation.id} failed: {reason}{lost}")
     if outcome.is_committed:
         with _phase(outcome, "swap"):
             _swap(prepared, outcome, settings)
@@ -143,34 +155,33 @@ def _say_own(live: LiveGeneration | None) -> dict[str, Any]:
 
 
 def _migrate(
-    prepared: PreparedGeneration,
-    live: LiveGeneration | None,
-    carried: dict[str, Any],
-    own: list[dict[str, Any]],
-    outcome: Switch,
-    verify_dir: str | None,
+    prepared: PreparedGeneration, carried: dict[str, Any], own: list[dict[str, Any]], outcome: Switch
 ) -> bool:
     """Move the tensors; whether that went well here. A worker whose part fails says so in the vote that follows."""
     try:
-        with _phase(outcome, "refresh"):
-            if live is not None:
-                _refresh(prepared, live, verify_dir)
         shown = ProgressBar() if prepared.seat.worker == 0 else nullcontext()
         with _phase(outcome, "migrate"), shown as bar:
             report = prepared.migration.run(bar)
+        if isinstance(prepared.migration, ReleasingMigration):
+            with _phase(outcome, "take over"):
+                take_over(prepared)
         with _phase(outcome, "load"):
             if prepared.next is not None:
                 load_host_state(prepared.next.state, carried)
                 _load_own(prepared, prepared.next, own)
     except Exception as error:
-        outcome.error = one_line(error)
-        _log.error("generation %d: migration failed: %s", prepared.generation.id, outcome.error, exc_info=True)
-        return False
+        return _failed(prepared, outcome, error)
     outcome.sent_bytes, outcome.received_bytes = report.sent_bytes, report.received_bytes
     outcome.referred_bytes = report.referred_bytes
     outcome.spans += report.spans
     outcome.timeline = report.timeline
     return True
+
+
+def _failed(prepared: PreparedGeneration, outcome: Switch, error: Exception) -> bool:
+    outcome.error = one_line(error)
+    _log.error("generation %d: migration failed: %s", prepared.generation.id, outcome.error, exc_info=True)
+    return False
 
 
 def _load_own(prepared: PreparedGeneration, following: LiveGeneration, own: list[dict[str, Any]]) -> None:
@@ -182,8 +193,20 @@ def _load_own(prepared: PreparedGeneration, following: LiveGeneration, own: list
         load_own_state(following.state, [said["state"] for said in own], previous, config, following.parallel.rank)
 
 
-def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str | None) -> None:
-    """Take the state as the last step left it: the optimizer may have replaced tensors since the preparation."""
+def _refresh(
+    prepared: PreparedGeneration, live: LiveGeneration, outcome: Switch, verify_dir: str | None
+) -> bool:
+    """Take the state as the last step left it; whether that went well."""
+    try:
+        with _phase(outcome, "refresh"):
+            _take_sources(prepared, live, verify_dir)
+    except Exception as error:
+        return _failed(prepared, outcome, error)
+    return True
+
+
+def _take_sources(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str | None) -> None:
+    """The optimizer may have replaced tensors since the preparation."""
     sources = {
         prepared.old_shards.get(name) or shard_of(name, tensor): local_tensor(tensor)
         for name, tensor in named_tensors(live.state).items()

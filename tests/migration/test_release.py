@@ -24,8 +24,8 @@ from tests.migration.test_engine import tp_layouts
 
 
 def matrices(count: int, old_tp: int, new_tp: int, workers: int) -> tuple[list[Manifest], list[Manifest]]:
-    """`count` float32 matrices of 64 KiB, every other one cut by columns."""
-    tensors = [logical(f"w{index:02}", (128, 128), torch.float32) for index in range(count)]
+    """`count` float32 matrices of 256 KiB, every other one cut by columns."""
+    tensors = [logical(f"w{index:02}", (256, 256), torch.float32) for index in range(count)]
 
     def layout(tp: int) -> list[Manifest]:
         cut = [grid(t, (tp, 1) if index % 2 else (1, tp)) for index, t in enumerate(tensors)]

@@ -139,7 +139,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
     ids: dict[str, Any] = {}
     with etc.session(
         build, global_batch=12, seed=7, record=lambda step, seen: ids.update(step=step, ids=list(seen)),
-        timeout_s=fault.get("timeout_s", 60.0), switch_timeout_s=60.0,
+        timeout_s=fault.get("timeout_s", 60.0), switch_timeout_s=fault.get("switch_timeout_s", 60.0),
+        migration=fault.get("migration", "auto"), budget_bytes=fault.get("budget_bytes"),
     ) as session:
         data = Samples()
         for step in session.steps(num_steps):

@@ -1,0 +1,94 @@
+"""Which mode a migration runs in: `keep` where old and new state fit into memory together, else `release`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from etc_agent.state.layout import Manifest
+
+Mode = Literal["keep", "release"]
+MODES = ("auto", "keep", "release")
+"""What may be asked for; ``auto`` leaves it to `choose_mode`."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one worker asks for.
+
+    `mode`: one of `MODES`. `budget_bytes`: most bytes that its state may take during a migration, 0 where nothing was
+    said. `free_bytes`: what its device has free now, its share of it where several workers have one.
+    """
+
+    mode: str
+    budget_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`budget_bytes`: of every worker in `release`, None for its default. `why` is for people."""
+
+    mode: Mode
+    budget_bytes: int | None
+    why: str
+
+
+def choose_mode(wishes: Sequence[Wish], previous: Sequence[Manifest], current: Sequence[Manifest]) -> Choice:
+    """One mode for all workers, the same on each: entry i of every sequence is worker i's.
+
+    Pure. A worker that asks for `release` decides for all; under ``auto`` one whose old and new state do not fit does.
+    """
+    budget_bytes = min((wish.budget_bytes for wish in wishes if wish.budget_bytes), default=None)
+    for worker, wish in enumerate(wishes):
+        if wish.mode == "release":
+            return Choice("release", budget_bytes, f"worker {worker} asks for it")
+    for worker, (wish, old, new) in enumerate(zip(wishes, previous, current, strict=True)):
+        old_bytes = sum(shard.num_bytes for shard in old)
+        # A shard that stays is there once.
+        both_bytes = sum(shard.num_bytes for shard in {*old, *new})
+        room_bytes = wish.budget_bytes or old_bytes + wish.free_bytes
+        if wish.mode == "auto" and both_bytes > room_bytes:
+            return Choice(
+                "release", budget_bytes,
+                f"old and new state of worker {worker} take {both_bytes:,} bytes together, "
+                f"there is room for {room_bytes:,}",
+            )
+    return Choice("keep", budget_bytes, "old and new state fit together")
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated on a device; on the host, within the limits of the control groups too."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 1 << 62
+    return min(available, _left_in_cgroups())
+
+
+def _left_in_cgroups() -> int:
+    """Of the limits of this process's control group (v2) and those around it."""
+    left = 1 << 62
+    try:
+        own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+        folder = _CGROUPS / own
+        while folder != _CGROUPS.parent:
+            limit = folder / "memory.max"
+            if limit.exists() and (text := limit.read_text().strip()) != "max":
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / "memory.current").read_text()) - int(stat["inactive_file"])
+                left = min(left, int(text) - used)
+            folder = folder.parent
+    except OSError:
+        pass
+    return max(0, left)
