@@ -192,6 +192,7 @@ class LocalWorkers:
             case None:
                 worker.is_closed = worker.is_closed or channel is worker.channel
             case Hello():
+                logger.debug("%s said hello in %.3f s", worker.slot, time.monotonic() - worker.started_at)
                 if hello.in_session or worker.channel is None:
                     worker.channel, worker.in_session = channel, hello.in_session
             case Position():
