@@ -9,7 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
+from running import TINY_JOB, Etcd, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
+from test_several_nodes import node, tiny
+
+from etc_agent.rendezvous.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 SPARE = "etc_agent.worker.spare"
@@ -79,3 +82,41 @@ def test_a_script_in_a_spare_finds_what_it_finds_in_python(
     traceback = job.output[job.output.rindex("Traceback", 0, at) : at]
     assert traceback.splitlines()[1].strip().startswith(f'File "{script}"')
     job.assert_nothing_left()
+
+
+def test_a_spare_node_takes_over_from_one_that_leaves_and_another_exits_0_at_the_end(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    first = cleanup(node(tmp_path, etcd_server, 2, *tiny(tmp_path), nnodes="1"))
+    first.wait_for("starts")
+    second, third = (cleanup(node(tmp_path, etcd_server, n, *tiny(tmp_path), nnodes="1")) for n in (3, 4))
+    warm = {run: warm_spare_of(run) for run in (second, third)}
+    wait_for_step(tmp_path, 3)
+    first.send(signal.SIGTERM)
+    assert first.wait() == 0
+    at = max(line["step"] for line in steps_of(tmp_path))
+    wait_for_step(tmp_path, at + 5)
+    (tmp_path / "last").write_text(str(at + 5))
+    assert (second.wait(), third.wait()) == (0, 0)
+    lines = steps_of(tmp_path)
+    assert [line["step"] for line in lines] == list(range(len(lines))), "no step was lost or run twice"
+    assert lines[-1]["pid"] in (warm[second], warm[third])
+    for run in (first, second, third):
+        run.assert_nothing_left()
+
+
+def test_a_node_that_cannot_hand_over_stops_at_its_deadline(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    etcd = Etcd(etcd_server.endpoint, "job")
+    first, second = (cleanup(node(tmp_path, etcd_server, n, *tiny(tmp_path), nnodes="1:2")) for n in (2, 3))
+    wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
+    wait_for_step(tmp_path, 3)
+    etcd.put("control/pause", "true")  # so that nothing is handed over
+    etcd.put("control/drain/127.0.0.3", "0.5")
+    assert second.wait() == 1
+    assert "the state was not handed over within 0.5 s; stopping" in second.our_lines()[-1]
+    second.assert_nothing_left()
+    first.wait_for(r"starts \(node 127.0.0.3 was lost\)")
+    first.send(signal.SIGINT)
+    assert first.wait() == 130
