@@ -27,13 +27,17 @@ class Parcel:
     starts: Mapping[Shard, int]
 
 
-def lay_out(shards: Iterable[Shard]) -> tuple[list[Parcel], int]:
-    """Parcels for the shards that are not empty, in their order, and the bytes of all."""
+def lay_out(shards: Iterable[Shard], shifts: Mapping[Shard, int] | None = None) -> tuple[list[Parcel], int]:
+    """Parcels for the shards that are not empty, in their order, and the bytes of all.
+
+    `shifts`: by how many bytes large shards are to begin behind the start of their first page.
+    """
     parcels: list[Parcel] = []
     for group in _grouped(shard for shard in shards if shard.num_bytes):
         start = end = parcels[-1].end if parcels else 0
         starts = {}
         for shard in group:
+            end += shifts.get(shard, 0) if shifts else 0
             starts[shard] = end
             end += _rounded(shard.num_bytes, _ALIGN_BYTES)
         parcels.append(Parcel(start, _rounded(end, mmap.PAGESIZE), starts))

@@ -8,7 +8,8 @@ refuses, pages go back and fresh ones come by faults, as without it.
 from __future__ import annotations
 
 import mmap
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import torch
 
@@ -29,6 +30,27 @@ class SparePages:
         # Pages of a shared file would be in both places after a move.
         self._shared = shared_ranges() if can_map else []
         self._spare: deque[tuple[torch.UntypedStorage, int, int]] = deque()
+        self._carried: dict[int, list[tuple[int, int]]] = defaultdict(list)
+
+    def can_move(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the pages of a host storage are this process's alone."""
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return not any(first < end and start < last for first, last in self._shared)
+
+    def carry(self, storage: torch.UntypedStorage, start: int, size: int, to: int) -> tuple[int, int]:
+        """Move the whole pages among `size` bytes from the address `start` inside `storage`, as if to the address `to`,
+        which lies alike within its page. They are no longer offered with the storage.
+
+        Returns:
+            The bytes before the first page, and the bytes moved.
+        """
+        first, last = _whole_pages(start, size)
+        at = first
+        while last - at >= _SMALLEST_MOVE_BYTES and (moved := _move(at, to + at - start, last - at)):
+            at += moved
+        if at > first:
+            self._carried[storage._cdata].append((first, at))
+        return first - start, at - first
 
     def offer(self, tensor: torch.Tensor, wanted_bytes: int) -> int:
         """Take the memory of the tensor's whole storage away, from whoever else refers to it.
@@ -37,34 +59,31 @@ class SparePages:
             wanted_bytes: what may still be filled; more is not kept.
 
         Returns:
-            The storage's bytes.
+            The storage's bytes, but for those that were carried away.
         """
         storage = tensor.untyped_storage()
         size, start = storage.nbytes(), storage.data_ptr()
         if tensor.device.type != "cpu" or tensor.is_pinned():
             storage.resize_(0)
             return size
-        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        is_movable = not any(begin < last and first < end for begin, end in self._shared)
-        if is_movable and last - first >= _SMALLEST_MOVE_BYTES and self.num_bytes + last - first <= wanted_bytes:
-            self._spare.append((storage, first, last))
-            self.num_bytes += last - first
+        carried = sorted(self._carried.pop(storage._cdata, ()))
+        ranges = _between(_whole_pages(start, size), carried)
+        left = [(first, last) for first, last in ranges if last - first >= _SMALLEST_MOVE_BYTES]
+        left_bytes = sum(last - first for first, last in left)
+        if left and self.can_move(storage) and self.num_bytes + left_bytes <= wanted_bytes:
+            self._spare += [(storage, first, last) for first, last in left]
+            self.num_bytes += left_bytes
         else:
             _release(storage)
-        return size
+        return size - sum(last - first for first, last in carried)
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Put pages under a tensor whose own pages are its alone, and not there yet."""
-        at, end = tensor.data_ptr(), (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if at % mmap.PAGESIZE:
-            return
+    def fill(self, start: int, end: int) -> None:
+        """Put pages under addresses that have none yet, from the start of a page to before the end of one."""
+        at, end = start, end // mmap.PAGESIZE * mmap.PAGESIZE
         while self._spare and end - at >= _SMALLEST_MOVE_BYTES:
             storage, first, last = self._spare.popleft()
-            size = min(end - at, last - first)
-            # A range that was put together by earlier moves can only be moved in the pieces that it is made of.
-            while not (moved := move_pages(first, at, size)) and size >= 2 * _SMALLEST_MOVE_BYTES:
-                size = size // 2 // mmap.PAGESIZE * mmap.PAGESIZE
-            if not moved:
+            size = _move(first, at, min(end - at, last - first))
+            if not size:
                 size = last - first
                 discard(first, size)
             else:
@@ -74,13 +93,41 @@ class SparePages:
                 self._spare.appendleft((storage, first + size, last))
             else:
                 self.num_bytes -= last - first - size
-                _release(storage)
+                discard(first + size, last - first - size)
+                self._drop(storage)
 
-    def clear(self) -> None:
-        """Give back what is left."""
-        while self._spare:
-            _release(self._spare.pop()[0])
-        self.num_bytes = 0
+    def shrink(self, limit_bytes: int) -> None:
+        """Give back what is more than `limit_bytes`."""
+        while self._spare and self.num_bytes > limit_bytes:
+            storage, first, last = self._spare.pop()
+            discard(first, last - first)
+            self.num_bytes -= last - first
+            self._drop(storage)
+
+    def _drop(self, storage: torch.UntypedStorage) -> None:
+        """Release it with the last of its ranges."""
+        if all(other is not storage for other, _, _ in self._spare):
+            _release(storage)
+
+
+def _move(source: int, target: int, size: int) -> int:
+    """Move the first pages of `size` bytes, as many as go at once; returns their bytes."""
+    # A range that was put together by earlier moves can only be moved in the pieces that it is made of.
+    while not move_pages(source, target, size):
+        if size < 2 * _SMALLEST_MOVE_BYTES:
+            return 0
+        size = size // 2 // mmap.PAGESIZE * mmap.PAGESIZE
+    return size
+
+
+def _whole_pages(start: int, size: int) -> tuple[int, int]:
+    return -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _between(outer: tuple[int, int], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`outer` without `holes`, which are sorted and apart."""
+    ends = [outer[0], *(last for _, last in holes)]
+    return list(zip(ends, [*(first for first, _ in holes), outer[1]], strict=True))
 
 
 def _release(storage: torch.UntypedStorage) -> None:

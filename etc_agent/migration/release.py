@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from etc_agent.migration.binding import BoundRound, LocalCopies, same_memory
 from etc_agent.migration.bits import copy_bits
+from etc_agent.migration.carrying import refers_to_carry
 from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.lifetimes import Step, default_budget_bytes, lifetimes_of
@@ -17,6 +19,8 @@ from etc_agent.migration.report import SpanRecorder
 from etc_agent.migration.schedule import WINDOW
 from etc_agent.migration.storage import OnDemand
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
+from etc_agent.state.algebra import subtract_all
+from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Shard
 
 _NAMED = 5
@@ -93,8 +97,7 @@ class ReleasingMigration(Migration):
         self._peers.meet(self._schedule, self._peers.agree(complaint, None))
         # What the run will hold at its peak anyway may as well be there from the start.
         self._on_demand.touch_ahead(peak - self.staging_bytes - self._on_demand.old_bytes)
-        self._on_demand.held_bytes += self.staging_bytes
-        self._on_demand.note()
+        self._limit()
 
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
         """Take over replaced source tensors, before `run`. Costs next to nothing where every tensor has its memory.
@@ -108,13 +111,25 @@ class ReleasingMigration(Migration):
         check_tensors(self._worker, "old", self._old_shards, sources)
         self._hold(sources)
         self._bind()
+        self._limit()
 
     def remaining(self) -> dict[Shard, torch.Tensor]:
         """What this worker holds of the state at any point, also after a failed run: old shards that are still there,
         and the boxes of new ones that have arrived. No two overlap, so that it is a manifest to plan again from."""
-        held = dict(self._on_demand.sources)
+        sources, carried = self._on_demand.sources, self._on_demand.carried
+        gone: dict[Shard, list[Box]] = defaultdict(list)
         for refer in self._copied:
-            if Shard(refer.tensor, refer.source_box) not in held:
+            if refer in carried:
+                gone[Shard(refer.tensor, refer.source_box)].append(refer.box)
+        held = {}
+        for shard, tensor in sources.items():
+            if shard not in gone:
+                held[shard] = tensor
+            else:
+                rest = subtract_all(shard.box, gone[shard])
+                held |= {Shard(shard.tensor, box): tensor[box.within(shard.box)] for box in rest}
+        for refer in self._copied:
+            if refer in carried or Shard(refer.tensor, refer.source_box) not in sources:
                 held[Shard(refer.tensor, refer.box)] = self._part(refer)
         for transfer in self._arrived:
             held[Shard(transfer.tensor, transfer.box)] = self._part(transfer)
@@ -135,6 +150,11 @@ class ReleasingMigration(Migration):
         self._on_demand.keep_whole(self._schedule.refers)
         self._storage = self._on_demand
 
+    def _limit(self) -> None:
+        self._on_demand.held_bytes += self.staging_bytes
+        self._on_demand.limit_bytes = self.peak_bytes
+        self._on_demand.note()
+
     def _part(self, of: Refer | Transfer) -> torch.Tensor:
         return self._on_demand.targets[Shard(of.tensor, of.target_box)][of.box.within(of.target_box)]
 
@@ -142,7 +162,7 @@ class ReleasingMigration(Migration):
 
     def _bind(self) -> None:
         """Where the addresses of new tensors are known ahead, make every view now: thousands, some 10 us each."""
-        ahead = self._on_demand.reserve(self._lifetimes)
+        ahead = self._on_demand.reserve(self._lifetimes, refers_to_carry(self._schedule))
         self._allocate_staging()
         assert self._staging is not None
         if ahead:
@@ -150,7 +170,8 @@ class ReleasingMigration(Migration):
             rounds = enumerate(self._schedule.rounds)
             self._bound = [binder.bind(scheduled, self._staging.slot(number)) for number, scheduled in rounds]
             steps = (*self._lifetimes.local, *self._lifetimes.rounds)
-            self._copies = [binder.bind_local(step.refers) for step in steps]
+            carried = self._on_demand.carried
+            self._copies = [binder.bind_local([r for r in step.refers if r not in carried]) for step in steps]
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         """The caller's stream: new tensors must come from the memory that training allocates from."""

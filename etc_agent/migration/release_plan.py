@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from etc_agent.migration.contiguous import is_contiguous_in
 from etc_agent.migration.lifetimes import default_budget_bytes, lifetimes_of
 from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedule_for
 from etc_agent.planner.migration import make_plan
@@ -69,9 +70,3 @@ def _staging_bytes(schedule: Schedule) -> int:
 
 def _in_place(message: Message, outer: Box) -> bool:
     return len(message.transfers) == 1 and is_contiguous_in(message.transfers[0].box, outer)
-
-
-def is_contiguous_in(box: Box, outer: Box) -> bool:
-    """Whether the elements of `box` follow each other in a row-major array that holds `outer`."""
-    cut = [dim for dim, (inner, whole) in enumerate(zip(box.shape, outer.shape, strict=True)) if inner != whole]
-    return not cut or all(size == 1 for size in box.shape[: cut[-1]])

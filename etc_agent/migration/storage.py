@@ -7,14 +7,16 @@ stays below a budget that is checked before anything moves.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from etc_agent.migration.bits import dtype_name
+from etc_agent.migration.bits import as_bytes, dtype_name
+from etc_agent.migration.carrying import Carry, carry_of
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.lifetimes import Lifetimes, Step
 from etc_agent.migration.pages import Mapped, can_map, prefault
@@ -68,6 +70,10 @@ class OnDemand:
         sources: given up by the caller: their storages are emptied as the migration goes, whoever else refers to them.
             A storage with bytes that no shard of `sources` covers stays.
         device: where new tensors go.
+
+    Attributes:
+        held_bytes: of old and new tensors, and of what the caller adds.
+        limit_bytes: what pages between their old and their new tensor may not bring it beyond.
     """
 
     def __init__(self, worker: int, sources: Mapping[Shard, torch.Tensor], device: torch.device) -> None:
@@ -78,6 +84,7 @@ class OnDemand:
         self._to_come_bytes = 0
         self._touched: dict[Shard, None] = {}
         self._touched_bytes = 0
+        self._carries: dict[Shard, Carry] = {}
         self._spare = SparePages()
         self._worker = worker
         self._device = device
@@ -89,6 +96,7 @@ class OnDemand:
             self.sources[next(iter(shards))].untyped_storage().nbytes() for shards in self._members.values()
         )
         self.held_bytes = self.old_bytes
+        self.limit_bytes = 1 << 62
         self.note()
 
     def keep_whole(self, refers: Sequence[Refer]) -> None:
@@ -119,10 +127,13 @@ class OnDemand:
         tensor = self.targets.get(shard, self._reserved.get(shard))
         return tensor if tensor is not None else self._empty(shard, torch.device("meta"))
 
-    def reserve(self, lifetimes: Lifetimes) -> bool:
+    def reserve(self, lifetimes: Lifetimes, may_carry: Mapping[Shard, Refer]) -> bool:
         """Give the tensors to come their addresses, without memory, so that views of them can be made now.
 
         Memory comes with the bytes, by the kernel's faults: on the host only.
+
+        Args:
+            may_carry: by new shard, the local part whose pages it may take over from the old one (`carrying`).
 
         Returns:
             Whether that could be done.
@@ -131,17 +142,24 @@ class OnDemand:
             return False
         # In the order of their coming: a huge page that reaches into the next tensor is then not early by much.
         coming = [shard for step in (*lifetimes.local, *lifetimes.rounds) for shard in step.opens]
-        parcels, size = lay_out(coming)
+        self._carries = {shard: c for shard in coming if shard in may_carry and (c := self._carry(may_carry[shard]))}
+        parcels, size = lay_out(coming, {shard: carry.shift for shard, carry in self._carries.items()})
         if size:
             try:
                 memory = Mapped(size)
             except OSError:
+                self._carries = {}
                 return False
             memory.prefer_huge_pages()
             tensors = tensors_of(memory, parcels)
             self._reserved = {shard: tensors[shard] for shard in coming if shard in tensors}
-            self._to_come_bytes = sum(shard.num_bytes for shard in self._reserved)
+            self._to_come_bytes = sum(self._fresh_bytes(shard) for shard in self._reserved)
         return True
+
+    @property
+    def carried(self) -> Collection[Refer]:
+        """The local parts that need no copy: `open` puts their pages under the new tensor."""
+        return {carry.refer for carry in self._carries.values()}
 
     def touch_ahead(self, limit_bytes: int) -> None:
         """Give memory now to the first tensors to come, up to `limit_bytes`: what a worker grows by need not wait.
@@ -149,11 +167,15 @@ class OnDemand:
         The first ones, so that all of them are open before any other opens, and the peak is what it was.
         """
         for shard, tensor in self._reserved.items():
+            if shard in self._carries:
+                # It opens among them, and gets its own memory then.
+                limit_bytes -= self._fresh_bytes(shard)
+                continue
             if self._touched_bytes + shard.num_bytes > limit_bytes or not prefault(tensor):
                 break
             self._touched[shard] = None
             self._touched_bytes += shard.num_bytes
-            self._to_come_bytes -= shard.num_bytes
+            self._to_come_bytes -= self._fresh_bytes(shard)
 
     def open(self, step: Step) -> None:
         """Provide memory for what the step brings into being."""
@@ -167,9 +189,12 @@ class OnDemand:
             if shard in self._touched:
                 self._touched_bytes -= shard.num_bytes
                 continue
-            self._to_come_bytes -= shard.num_bytes
-            if reserved is not None:
-                self._spare.fill(reserved)
+            self._to_come_bytes -= self._fresh_bytes(shard)
+            if shard in self._carries:
+                assert reserved is not None
+                self._take_over(self._carries[shard], reserved)
+            elif reserved is not None:
+                self._spare.fill(_page_of(reserved.data_ptr()), reserved.data_ptr() + reserved.nbytes)
         if step.opens:
             self._settle()
 
@@ -188,9 +213,34 @@ class OnDemand:
         """Put the present number of bytes on the timeline."""
         self.timeline.append(MemoryPoint(time.time(), self.held_bytes + self._spare.num_bytes + self._touched_bytes))
 
+    def _carry(self, refer: Refer) -> Carry | None:
+        source = self.sources[Shard(refer.tensor, refer.source_box)]
+        key = _storage_key(source)
+        # What others see in the same storage would lose its bytes too.
+        is_alone = len(self._members[key]) == 1 and key not in self._pinned
+        return carry_of(refer, source) if is_alone and self._spare.can_move(source.untyped_storage()) else None
+
+    def _take_over(self, carry: Carry, new: torch.Tensor) -> None:
+        """Move the pages of a local part, put others under the rest of `new`, and copy what is left of the part."""
+        source = self.sources[Shard(carry.refer.tensor, carry.refer.source_box)]
+        start, to = source.data_ptr() + carry.source_start, new.data_ptr() + carry.target_start
+        before, moved = self._spare.carry(source.untyped_storage(), start, carry.num_bytes, to)
+        self.held_bytes -= moved
+        self._spare.fill(_page_of(new.data_ptr()), to + before)
+        self._spare.fill(to + before + moved, new.data_ptr() + new.nbytes)
+        old_bytes = as_bytes(source)[carry.source_start : carry.source_start + carry.num_bytes]
+        new_bytes = as_bytes(new)[carry.target_start : carry.target_start + carry.num_bytes]
+        new_bytes[:before] = old_bytes[:before]
+        new_bytes[before + moved :] = old_bytes[before + moved :]
+
+    def _fresh_bytes(self, shard: Shard) -> int:
+        """What a tensor to come needs beside the pages that it takes over."""
+        carry = self._carries.get(shard)
+        return shard.num_bytes - (max(0, carry.num_bytes - 2 * mmap.PAGESIZE) if carry else 0)
+
     def _settle(self) -> None:
-        if self._to_come_bytes <= 0:
-            self._spare.clear()
+        room_bytes = max(0, self.limit_bytes - self.held_bytes - self._touched_bytes)
+        self._spare.shrink(room_bytes if self._to_come_bytes > 0 else 0)
         self.note()
 
     def _covers(self, shards: set[Shard]) -> bool:
@@ -206,6 +256,10 @@ class OnDemand:
                 f"worker {self._worker}: no memory for {shard.num_bytes} bytes of {shard.tensor.name!r} "
                 f"({dtype_name(getattr(torch, shard.tensor.dtype))}) on {device}: {error}"
             ) from error
+
+
+def _page_of(address: int) -> int:
+    return address // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

@@ -21,16 +21,20 @@ def reserved(size: int) -> torch.Tensor:
     return torch.frombuffer(Mapped(size).part(0, size, gives_back=True), dtype=torch.uint8)
 
 
+def fill(spare: SparePages, tensor: torch.Tensor) -> None:
+    spare.fill(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
 def test_pages_move_from_an_old_tensor_to_a_new_one_without_more_memory() -> None:
     old, new, spare = torch.full((64 * _MB,), 7, dtype=torch.uint8), reserved(60 * _MB), SparePages()
     before = resident_mb()
     assert spare.offer(old, 64 * _MB) == 64 * _MB
     assert 63 * _MB < spare.num_bytes <= 64 * _MB
-    spare.fill(new)
+    fill(spare, new)
     assert bool((new == 7).all())  # the very pages
     assert spare.num_bytes < 5 * _MB
     assert resident_mb() - before < 16  # not 60 more
-    spare.clear()
+    spare.shrink(0)
     assert spare.num_bytes == 0
     assert old.untyped_storage().nbytes() == 0
     new.fill_(1)
@@ -49,15 +53,15 @@ def test_a_tensor_put_together_from_several_is_taken_apart_again() -> None:
     olds = [torch.full((4 * _MB,), value, dtype=torch.uint8) for value in (1, 2, 3)]
     for old in olds:
         spare.offer(old, 12 * _MB)
-    spare.fill(first)
+    fill(spare, first)
     first.fill_(9)
     parts = [reserved(5 * _MB), reserved(5 * _MB)]
     before = resident_mb()
     spare.offer(first, 12 * _MB)
     for part in parts:
-        spare.fill(part)
+        fill(spare, part)
         part.fill_(4)
-    spare.clear()
+    spare.shrink(0)
     assert resident_mb() - before < 4
     assert all(bool((part == 4).all()) for part in parts)
 
@@ -66,7 +70,7 @@ def test_memory_that_another_process_may_share_is_given_back_and_not_moved() -> 
     old, new, spare = torch.ones(8 * _MB, dtype=torch.uint8).share_memory_(), reserved(8 * _MB), SparePages()
     spare.offer(old, 8 * _MB)
     assert spare.num_bytes == 0
-    spare.fill(new)
+    fill(spare, new)
     assert not new.any()
 
 
