@@ -20,8 +20,9 @@ from etc_agent.agent.admission import admit
 from etc_agent.agent.error_file import pass_on, write_own
 from etc_agent.agent.etcd import connect
 from etc_agent.agent.guardian import Guardian
+from etc_agent.agent.inbox import Inbox
 from etc_agent.agent.logs import NodeLogs, remove_empty_logs
-from etc_agent.agent.node import Inbox, NodeAgent
+from etc_agent.agent.node import NodeAgent
 from etc_agent.agent.preemption import PreemptionProbe
 from etc_agent.agent.preflight import check_node
 from etc_agent.agent.settings import JobSettings

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 
 from etc_agent.agent.job_records import JobRecords
 from etc_agent.agent.local_workers import LocalWorkers
+from etc_agent.agent.settings import JobSettings
 from etc_agent.control import messages
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.errors import PlanError
+from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import indices
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
@@ -182,6 +184,27 @@ class Leadership:
             assert self._writer is not None
             self._writer.write({self._keys.status: json.dumps(status)})
             self._status, self._status_at = status, time.monotonic()
+
+
+def policy_of(settings: JobSettings) -> Policy:
+    """What the leader needs to know of the settings."""
+    timeouts = settings.timeouts
+    return Policy(
+        settings.min_nodes, settings.max_nodes, settings.num_slots,
+        initial=settings.parallel,
+        allowed=settings.allowed,
+        refuse=settings.refusal,
+        max_restarts=settings.max_restarts,
+        alike_failures=settings.alike_failures,
+        pack=settings.pack,
+        settle_s=timeouts.settle_s,
+        prepare_s=timeouts.prepare_s,
+        switch_s=timeouts.switch_s,
+        start_s=timeouts.start_s,
+        lost_s=timeouts.lease_s + 2,
+        fence_s=Fencing(timeouts.lease_s).fence_s,
+        below_min_s=timeouts.join_s,
+    )
 
 
 def _announce(write: Write, before: Current) -> None:

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import signal
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
-from etc_agent.agent.environment import worker_environment
 from etc_agent.agent.fence import Fence
 from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.hangs import HangWatch
-from etc_agent.agent.interface import gloo_variables
+from etc_agent.agent.inbox import Inbox, Item, Preempted, Said
 from etc_agent.agent.job_records import JobRecords, RecordReader
-from etc_agent.agent.leadership import Leadership
+from etc_agent.agent.leadership import Leadership, policy_of
 from etc_agent.agent.local_workers import LocalWorkers
 from etc_agent.agent.logs import NodeLogs
 from etc_agent.agent.settings import JobSettings
-from etc_agent.agent.spares import Spares, spare_command
+from etc_agent.agent.starter import Starter
 from etc_agent.agent.stores import Stores
 from etc_agent.agent.torch_events import TorchEvents
-from etc_agent.agent.workers import WorkerProcess
-from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE, SPARE_GENERATION, Channel
+from etc_agent.control.channel import SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message, shows_life
-from etc_agent.parallel.generation import Generation
-from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig import member
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
-from etc_agent.reconfig.view import Policy, View, is_used, store_of
+from etc_agent.reconfig.view import View, is_used, store_of
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election
 from etc_agent.rendezvous.errors import EtcdError
@@ -47,51 +42,6 @@ _TICK_S = 0.1
 _LEAVER_GRACE_S = 10.0
 _UNDER_WAY_S = 10.0
 """Spares leave the machine to workers that start for so long, or until they have opened their sessions."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Preempted:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    hello: Hello
-    channel: Channel
-    message: Message | None
-
-
-_Item = _Said | _Preempted | int | None
-
-
-class Inbox:
-    """Everything that wakes the agent: changes in etcd, words of workers, signals."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-
-    def changed(self) -> None:
-        self._queue.put(None)
-
-    def said(self, hello: Hello, channel: Channel, message: Message | None) -> None:
-        self._queue.put(_Said(hello, channel, message))
-
-    def signalled(self, number: int) -> None:
-        self._queue.put(number)
-
-    def preempted(self) -> None:
-        """This node is about to be taken away."""
-        self._queue.put(_Preempted())
-
-    def take(self, timeout_s: float) -> list[_Item]:
-        """Everything that has come, after waiting up to `timeout_s` for the first."""
-        items: list[_Item] = []
-        try:
-            items.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())
-            while True:
-                items.append(self._queue.get_nowait())
-        except queue.Empty:
-            return items
 
 
 class NodeAgent:
@@ -117,11 +67,12 @@ class NodeAgent:
         self._incarnation = incarnation
         self._settings, self._record = settings, record
         self._client, self._keys, self._mirror, self._membership = client, keys, mirror, membership
-        self._inbox, self._logs, self._events, self._stores = inbox, logs, events, stores
+        self._inbox, self._stores = inbox, stores
         self._reader = RecordReader(keys)
         self._workers = LocalWorkers(record.name, guardian)
         self._hangs = HangWatch(settings.timeouts.hang_s)
         self._server = ControlServer(run_folder, self._said)
+        self._starter = Starter(settings, record, logs, events, guardian, str(self._server.path))
         self._fence = Fence(Fencing(settings.timeouts.lease_s), lambda: membership.lease, guardian)
         self._lost_up_to = earlier_generation
         self._cut_off_since = float("inf")
@@ -132,8 +83,6 @@ class NodeAgent:
         self._signals: list[int] = []
         self._drain_deadline_s = self._drain_deadline = float("inf")
         self._is_stopping = self._is_preempted = False
-        self._spares = Spares(self._start_spare, guardian)
-        self._spare_command = spare_command(settings)
         self._reported = 0
         self._workers_reported = -1
 
@@ -155,7 +104,7 @@ class NodeAgent:
             self._report(records)
             self._renew_store(records)
             self._act(records)
-            self._spares.keep(self._idle_slots(records))
+            self._starter.keep_spares(self._idle_slots(records))
             self._acknowledge(records)
             view = self._leadership.observe(records, self._mirror.connected_for_s)
             timeout_s = self._lead(records, view)
@@ -174,7 +123,7 @@ class NodeAgent:
 
     def close(self) -> None:
         """End every worker and let go of the lead and the control socket. Idempotent."""
-        self._spares.close()
+        self._starter.spares.close()
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
         while self._workers.are_running:
             self._workers.poll()
@@ -192,16 +141,16 @@ class NodeAgent:
             self._fence.saw_life()
         self._inbox.said(hello, channel, message)
 
-    def _hear(self, items: list[_Item]) -> None:
+    def _hear(self, items: list[Item]) -> None:
         for item in items:
-            if isinstance(item, _Said) and item.hello.generation == SPARE_GENERATION:
+            if isinstance(item, Said) and item.hello.generation == SPARE_GENERATION:
                 if item.message is not None:
-                    self._spares.receive(item.hello, item.channel)
-            elif isinstance(item, _Said):
+                    self._starter.spares.receive(item.hello, item.channel)
+            elif isinstance(item, Said):
                 described = self._workers.receive(item.hello, item.channel, item.message)
                 if described is not None:
                     self._leadership.learn(described)
-            elif isinstance(item, _Preempted):
+            elif isinstance(item, Preempted):
                 logger.info("the preemption probe says that this node is taken away: its state is handed over")
                 grace_s = self._settings.preemption.grace_s if self._settings.preemption else None
                 self._is_preempted = True
@@ -304,7 +253,8 @@ class NodeAgent:
         ):
             match action:
                 case member.Start(index, generation, joining):
-                    self._start(index, generation, records, joining=joining)
+                    process = self._starter.start(index, generation, records.current.restarts, joining=joining)
+                    self._workers.add(index, generation.id, process)
                 case member.Stop(index):
                     self._workers.stop(index, grace_s)
                 case member.Expect(index):
@@ -312,49 +262,13 @@ class NodeAgent:
                 case member.Tell(index, generation_id, message):
                     self._workers.tell(index, generation_id, message)
 
-    def _start(self, index: int, generation: Generation, records: JobRecords, *, joining: bool) -> None:
-        settings, slot = self._settings, Slot(self._record.name, index)
-        environment = worker_environment(
-            generation, slot,
-            run_id=settings.run_id,
-            launch_config=settings.launch_config,
-            restart_count=records.current.restarts,
-            control_socket=str(self._server.path),
-            joining=joining,
-            extra=self._common_environment,
-        )
-        if (spare := self._spares.take(index, environment)) is not None:
-            process, folder = spare
-            process.begin(environment)
-            self._logs.adopt(folder, slot, generation)
-        else:
-            logs = self._logs.of(slot, generation, environment)
-            process = WorkerProcess.start(
-                settings.launch_config, settings.entrypoint, settings.args, index, environment, logs, self._events
-            )
-        self._workers.add(index, generation.id, process)
-
-    def _start_spare(self, index: int) -> tuple[WorkerProcess, Path | None]:
-        assert self._spare_command is not None
-        environment = {**self._common_environment, SOCKET_VARIABLE: str(self._server.path), SLOT_VARIABLE: str(index)}
-        logs, folder = self._logs.of_spare(Slot(self._record.name, index))
-        process = WorkerProcess.start(
-            self._settings.launch_config, *self._spare_command, index, environment, logs, self._events
-        )
-        return process, folder
-
     def _idle_slots(self, records: JobRecords) -> frozenset[int]:
         """The slots that should hold a spare: those without a worker, once the workers are under way."""
-        are_possible = self._spare_command is not None and self._logs.admit_spares
-        if not are_possible or self._is_stopping or self._is_leaving(records):
+        if self._is_stopping or self._is_leaving(records):
             return frozenset()
         if records.current.outcome is not Outcome.RUNNING or not self._workers.are_under_way(_UNDER_WAY_S):
-            return self._spares.indices
+            return self._starter.spares.indices
         return member.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
-
-    @property
-    def _common_environment(self) -> dict[str, str]:
-        return {**gloo_variables(self._record.address), **self._settings.env}
 
     def _acknowledge(self, records: JobRecords) -> None:
         views = self._workers.views()
@@ -432,24 +346,3 @@ class NodeAgent:
                 self._client.delete(self._keys.drain(self._record.name))
             except EtcdError as error:
                 logger.warning("control/drain/%s is met and could not be removed: %s", self._record.name, error)
-
-
-def policy_of(settings: JobSettings) -> Policy:
-    """What the leader needs to know of the settings."""
-    timeouts = settings.timeouts
-    return Policy(
-        settings.min_nodes, settings.max_nodes, settings.num_slots,
-        initial=settings.parallel,
-        allowed=settings.allowed,
-        refuse=settings.refusal,
-        max_restarts=settings.max_restarts,
-        alike_failures=settings.alike_failures,
-        pack=settings.pack,
-        settle_s=timeouts.settle_s,
-        prepare_s=timeouts.prepare_s,
-        switch_s=timeouts.switch_s,
-        start_s=timeouts.start_s,
-        lost_s=timeouts.lease_s + 2,
-        fence_s=Fencing(timeouts.lease_s).fence_s,
-        below_min_s=timeouts.join_s,
-    )

@@ -1,0 +1,57 @@
+"""Everything that wakes the agent, in one queue."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+
+from etc_agent.control.channel import Channel
+from etc_agent.control.messages import Hello, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """This node is about to be taken away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A worker's message, or its last: None."""
+
+    hello: Hello
+    channel: Channel
+    message: Message | None
+
+
+Item = Said | Preempted | int | None
+"""An int is a signal; None: something in etcd has changed."""
+
+
+class Inbox:
+    """Everything that wakes the agent: changes in etcd, words of workers, signals."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+
+    def changed(self) -> None:
+        self._queue.put(None)
+
+    def said(self, hello: Hello, channel: Channel, message: Message | None) -> None:
+        self._queue.put(Said(hello, channel, message))
+
+    def signalled(self, number: int) -> None:
+        self._queue.put(number)
+
+    def preempted(self) -> None:
+        """This node is about to be taken away."""
+        self._queue.put(Preempted())
+
+    def take(self, timeout_s: float) -> list[Item]:
+        """Everything that has come, after waiting up to `timeout_s` for the first."""
+        items: list[Item] = []
+        try:
+            items.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())
+            while True:
+                items.append(self._queue.get_nowait())
+        except queue.Empty:
+            return items
