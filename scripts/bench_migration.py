@@ -5,9 +5,12 @@
 
 All contenders of a case run one after the other in the same worker processes, on the same state. A time is that of the
 slowest worker, the median over repeats. `execution_s` is that of the migration as users get it: workers of one host
-share the memory of new tensors (`keep`); the same over gloo alone is `execution_gloo_s`. `restart_s` is a checkpoint on
-tmpfs plus the start of that many workers by torchrun. `stop_overhead_ms` and `first_step_penalty_ms` are those of a
-real job's switches to 4 workers (`migration_job.py`), the same in every row. The last line is one JSON object.
+share the memory of new tensors (`keep`); the same over gloo alone is `execution_gloo_s`. `execution_cpu_s` and
+`wire_cpu_s` are what all workers' cores spent, which other work on the machine changes less. `local_s` is the time to
+copy what stays on its worker and changes place, which `keep` has to do beside the wire's work. `restart_s` is a
+checkpoint on tmpfs plus the start of that many workers by torchrun. `stop_overhead_ms` and `first_step_penalty_ms` are
+those of a real job's switches to 4 workers (`migration_job.py`), the same in every row. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -90,6 +93,10 @@ def _rows(
             return None
         return statistics.median(max(repeat) for repeat in zip(*per_worker, strict=True))
 
+    def median_cpu_s(name: str) -> float:
+        per_worker = [outcome.cpu_seconds[name] for outcome in outcomes]
+        return statistics.median(sum(repeat) for repeat in zip(*per_worker, strict=True))
+
     def best_s(kind: str) -> float | None:
         return min((s for threads in (1, 2) if (s := median_s(f"dcp_{kind}_{threads}")) is not None), default=None)
 
@@ -99,6 +106,8 @@ def _rows(
         "workers": len(outcomes),
         "moved_mb": round(outcomes[0].moved_bytes / 2**20, 1),
         "wire_s": median_s("wire"),
+        "wire_cpu_s": median_cpu_s("wire"),
+        "local_s": median_s("local"),
         "dcp_tmpfs_s": tmpfs_s,
         "dcp_disk_s": disk_s,
         "restart_s": start_s + tmpfs_s if start_s is not None and tmpfs_s is not None else None,
@@ -109,9 +118,11 @@ def _rows(
     peak = max(resident, *(o.peak_over_max for o in outcomes))
     return [
         {"name": text, "mode": "keep", **shared, "execution_s": median_s("keep"),
-         "execution_gloo_s": median_s("keep over gloo"), "peak_over_max": None},
+         "execution_cpu_s": median_cpu_s("keep"), "execution_gloo_s": median_s("keep over gloo"),
+         "peak_over_max": None},
         {"name": text, "mode": "release", **shared, "execution_s": median_s("release"),
-         "execution_gloo_s": median_s("release"), "peak_over_max": round(peak, 3)},
+         "execution_cpu_s": median_cpu_s("release"), "execution_gloo_s": median_s("release"),
+         "peak_over_max": round(peak, 3)},
     ]
 
 
@@ -122,6 +133,7 @@ def _readable(row: Mapping[str, Any]) -> str:
     return (
         f"{row['name']:<24} {row['mode']:<8} {row['mb']:>5} MB  moved {row['moved_mb']:>7} MB  "
         f"execution {ms('execution_s'):>5} (gloo {ms('execution_gloo_s')})  wire {ms('wire_s'):>5}  "
+        f"local {ms('local_s'):>4}  cores {ms('execution_cpu_s')} / {ms('wire_cpu_s')}  "
         f"dcp tmpfs {ms('dcp_tmpfs_s')} disk {ms('dcp_disk_s')}  restart {ms('restart_s')} ms  "
         f"peak {row['peak_over_max'] or '-'}"
     )

@@ -1,5 +1,6 @@
 """What `bench_migration.py` runs in each worker process: the migration, and what it is compared with.
 
+*local*: what stays on its worker but changes place in `keep` mode, copied alone: the wire time does not contain it.
 *wire*: the same (source, destination, bytes) matrix as one raw gloo message per pair, on buffers already touched.
 *dcp*: PyTorch's distributed checkpoint of the same state, saved by the old ranks and loaded by the new ones.
 """
@@ -25,11 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
 
+from etc_agent.migration.binding import Binder
+from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.pages import prefault
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.report import MigrationReport
+from etc_agent.migration.schedule import schedule_for
 from etc_agent.migration.shared import SharedMemory
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Manifest, Shard
@@ -40,9 +44,11 @@ _KEEP_ROUND_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One worker's seconds per contender, one entry per repeat; and memory held over what it has to hold at least."""
+    """One worker's seconds per contender, one entry per repeat, and those of its cores; and memory held over what it
+    has to hold at least."""
 
     seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
     moved_bytes: int
     staging_bytes: int
     peak_over_max: float
@@ -59,13 +65,15 @@ class Bench:
         )
         self._store = store
         self.seconds: dict[str, list[float]] = {}
+        self.cpu_seconds: dict[str, list[float]] = {}
 
     def timed(self, name: str, action: Callable[[], Any]) -> Any:
         """Run together with all other workers; the time is this worker's, from the common start to its end."""
         self._group.barrier().wait()
-        start = time.perf_counter()
+        cpu_start, start = time.process_time(), time.perf_counter()
         value = action()
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        self.cpu_seconds.setdefault(name, []).append(time.process_time() - cpu_start)
         self._group.barrier().wait()
         return value
 
@@ -98,6 +106,12 @@ class Bench:
         migration.prepare()
         for _ in range(repeats):
             self.timed(name, migration.run)
+        if shared:
+            local = Binder(sources.__getitem__, targets.__getitem__, "cpu").bind_local(
+                schedule_for(plan, self.rank).refers
+            )
+            for _ in range(repeats):
+                self.timed("local", lambda: copy_bits(local.copy_to, local.copy_from))
         return migration.staging_bytes
 
     def release(self, repeats: int) -> tuple[float, float]:
@@ -182,7 +196,7 @@ def measure(
     for kind, folder in folders.items():
         for threads in (1, 2):
             bench.checkpoint(folder, f"dcp_{kind}_{threads}", threads, repeats, sync=kind == "disk")
-    return Measured(bench.seconds, plan.moved_bytes, staging, tracked, resident)
+    return Measured(bench.seconds, bench.cpu_seconds, plan.moved_bytes, staging, tracked, resident)
 
 
 def release_once(rank: int, store: dist.Store, case: Case) -> MigrationReport:
