@@ -18,6 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 TINY_JOB = ROOT / "tests" / "worker" / "tiny_job.py"
 TIMEOUT_S = 120.0
+SPARES = "cold"
+"""Most scenarios are about something else, and leave the machine to the workers."""
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TIMEOUT_S) -> Any:
@@ -45,7 +47,7 @@ class EtcRun:
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "launcher.run", *map(str, arguments)],
             cwd=cwd,
-            env={**inherited, "OMP_NUM_THREADS": "1", "MARK": self.mark, **(environment or {})},
+            env={**inherited, "OMP_NUM_THREADS": "1", "MARK": self.mark, "ETC_SPARES": SPARES, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

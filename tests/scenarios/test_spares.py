@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import running
 from running import TINY_JOB, Etcd, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
 from test_several_nodes import node, tiny
 
@@ -16,6 +17,11 @@ from etc_agent.rendezvous.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 SPARE = "etc_agent.worker.spare"
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SPARES", "warm")
 
 
 def spares_of(job: EtcRun) -> list[int]:
