@@ -49,9 +49,9 @@ def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
     missing = [*view.lost(members), *(ack.node for ack in acks if ack.lost and ack.node in view.live)]
     if missing:
         return without(view, missing)
-    absent = [view.fenced_in_s(node) for node in members if node not in view.live]
-    if any(seconds > 0 for seconds in absent):
-        return Wait(max(absent))  # whatever comes next must not meet the workers that are still there
+    if absent := [node for node in members if node not in view.live]:
+        # It may come back, and until it is lost for certain, whatever comes next could meet its workers.
+        return Wait(max(view.policy.lost_s - view.connected_s, *map(view.fenced_in_s, absent)))
     failure = first_cause(ack.failure for ack in acks if ack.failure)
     if failure is None:
         return None

@@ -32,6 +32,18 @@ def test_a_new_leader_waits_one_lease_time_before_it_believes_that_a_node_is_gon
     assert cluster.committed.nodes == ("b",)
 
 
+def test_a_leader_that_cannot_know_yet_does_not_go_on_without_a_node_for_another_reason() -> None:
+    cluster = started(ELASTIC, "a", "b", hooked=False)
+    cluster.connected_s = 1.0
+    cluster.phase_s = 1e9
+    cluster.lose("a")
+    cluster.run()
+    assert cluster.current.committed == 1, "it may still have workers"
+    cluster.connected_s = 1e9
+    cluster.run()
+    assert cluster.committed.nodes == ("b",)
+
+
 def test_a_migration_that_was_voted_down_leaves_the_job_as_it_was() -> None:
     cluster = one_node()
     cluster.votes_down = "a worker ran out of memory"
