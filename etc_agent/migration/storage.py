@@ -167,15 +167,16 @@ class OnDemand:
         The first ones, so that all of them are open before any other opens, and the peak is what it was.
         """
         for shard, tensor in self._reserved.items():
-            if shard in self._carries:
-                # It opens among them, and gets its own memory then.
-                limit_bytes -= self._fresh_bytes(shard)
-                continue
-            if self._touched_bytes + shard.num_bytes > limit_bytes or not prefault(tensor):
+            fresh_bytes = self._fresh_bytes(shard)
+            if self._touched_bytes + fresh_bytes > limit_bytes:
+                break
+            carry, flat = self._carries.get(shard), as_bytes(tensor)
+            parts = (flat[: carry.target_start], flat[carry.target_start + carry.num_bytes :]) if carry else (flat,)
+            if not all(prefault(part) for part in parts if part.numel()):
                 break
             self._touched[shard] = None
-            self._touched_bytes += shard.num_bytes
-            self._to_come_bytes -= self._fresh_bytes(shard)
+            self._touched_bytes += fresh_bytes
+            self._to_come_bytes -= fresh_bytes
 
     def open(self, step: Step) -> None:
         """Provide memory for what the step brings into being."""
@@ -187,14 +188,11 @@ class OnDemand:
                 self.targets[shard] = reserved
             self.held_bytes += shard.num_bytes
             if shard in self._touched:
-                self._touched_bytes -= shard.num_bytes
-                continue
-            self._to_come_bytes -= self._fresh_bytes(shard)
-            if shard in self._carries:
-                assert reserved is not None
-                self._take_over(self._carries[shard], reserved)
-            elif reserved is not None:
-                self._spare.fill(_page_of(reserved.data_ptr()), reserved.data_ptr() + reserved.nbytes)
+                self._touched_bytes -= self._fresh_bytes(shard)
+            else:
+                self._to_come_bytes -= self._fresh_bytes(shard)
+            if reserved is not None:
+                self._provide(shard, reserved)
         if step.opens:
             self._settle()
 
@@ -220,18 +218,25 @@ class OnDemand:
         is_alone = len(self._members[key]) == 1 and key not in self._pinned
         return carry_of(refer, source) if is_alone and self._spare.can_move(source.untyped_storage()) else None
 
-    def _take_over(self, carry: Carry, new: torch.Tensor) -> None:
-        """Move the pages of a local part, put others under the rest of `new`, and copy what is left of the part."""
-        source = self.sources[Shard(carry.refer.tensor, carry.refer.source_box)]
-        start, to = source.data_ptr() + carry.source_start, new.data_ptr() + carry.target_start
-        before, moved = self._spare.carry(source.untyped_storage(), start, carry.num_bytes, to)
-        self.held_bytes -= moved
-        self._spare.fill(_page_of(new.data_ptr()), to + before)
-        self._spare.fill(to + before + moved, new.data_ptr() + new.nbytes)
-        old_bytes = as_bytes(source)[carry.source_start : carry.source_start + carry.num_bytes]
-        new_bytes = as_bytes(new)[carry.target_start : carry.target_start + carry.num_bytes]
-        new_bytes[:before] = old_bytes[:before]
-        new_bytes[before + moved :] = old_bytes[before + moved :]
+    def _provide(self, shard: Shard, new: torch.Tensor) -> None:
+        """Put pages under a new tensor: those of the part that it takes over, whose ends are copied, and spare ones."""
+        carry = self._carries.get(shard)
+        gaps = [(_page_of(new.data_ptr()), new.data_ptr() + new.nbytes)]
+        before = moved = 0
+        if carry is not None:
+            source = self.sources[Shard(carry.refer.tensor, carry.refer.source_box)]
+            start, to = source.data_ptr() + carry.source_start, new.data_ptr() + carry.target_start
+            before, moved = self._spare.carry(source.untyped_storage(), start, carry.num_bytes, to)
+            self.held_bytes -= moved
+            gaps = [(gaps[0][0], to + before), (to + before + moved, gaps[0][1])]
+        if shard not in self._touched:
+            for gap in gaps:
+                self._spare.fill(*gap)
+        if carry is not None:
+            old_bytes = as_bytes(source)[carry.source_start : carry.source_start + carry.num_bytes]
+            new_bytes = as_bytes(new)[carry.target_start : carry.target_start + carry.num_bytes]
+            new_bytes[:before] = old_bytes[:before]
+            new_bytes[before + moved :] = old_bytes[before + moved :]
 
     def _fresh_bytes(self, shard: Shard) -> int:
         """What a tensor to come needs beside the pages that it takes over."""
