@@ -19,7 +19,7 @@ from etc_agent.migration.bits import as_bytes, dtype_name
 from etc_agent.migration.carrying import Carry, carry_of
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.lifetimes import Lifetimes, Step
-from etc_agent.migration.pages import Mapped, can_map, prefault
+from etc_agent.migration.pages import Mapped, can_map, prefault, prefer_huge_pages
 from etc_agent.migration.parcels import lay_out, tensors_of
 from etc_agent.migration.recycling import SparePages
 from etc_agent.migration.report import MemoryPoint
@@ -140,7 +140,6 @@ class OnDemand:
         """
         if self._device.type != "cpu" or not can_map:
             return False
-        # In the order of their coming: a huge page that reaches into the next tensor is then not early by much.
         coming = [shard for step in (*lifetimes.local, *lifetimes.rounds) for shard in step.opens]
         self._carries = {shard: c for shard in coming if shard in may_carry and (c := self._carry(may_carry[shard]))}
         parcels, size = lay_out(coming, {shard: carry.shift for shard, carry in self._carries.items()})
@@ -150,9 +149,11 @@ class OnDemand:
             except OSError:
                 self._carries = {}
                 return False
-            memory.prefer_huge_pages()
             tensors = tensors_of(memory, parcels)
             self._reserved = {shard: tensors[shard] for shard in coming if shard in tensors}
+            for shard, tensor in self._reserved.items():
+                for part in self._without_carried(shard, tensor):
+                    prefer_huge_pages(part)
             self._to_come_bytes = sum(self._fresh_bytes(shard) for shard in self._reserved)
         return True
 
@@ -170,9 +171,7 @@ class OnDemand:
             fresh_bytes = self._fresh_bytes(shard)
             if self._touched_bytes + fresh_bytes > limit_bytes:
                 break
-            carry, flat = self._carries.get(shard), as_bytes(tensor)
-            parts = (flat[: carry.target_start], flat[carry.target_start + carry.num_bytes :]) if carry else (flat,)
-            if not all(prefault(part) for part in parts if part.numel()):
+            if not all(prefault(part) for part in self._without_carried(shard, tensor)):
                 break
             self._touched[shard] = None
             self._touched_bytes += fresh_bytes
@@ -237,6 +236,12 @@ class OnDemand:
             new_bytes = as_bytes(new)[carry.target_start : carry.target_start + carry.num_bytes]
             new_bytes[:before] = old_bytes[:before]
             new_bytes[before + moved :] = old_bytes[before + moved :]
+
+    def _without_carried(self, shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes of a new tensor that no carried pages will be put under."""
+        flat, carry = as_bytes(tensor), self._carries.get(shard)
+        parts = (flat[: carry.target_start], flat[carry.target_start + carry.num_bytes :]) if carry else (flat,)
+        return [part for part in parts if part.numel()]
 
     def _fresh_bytes(self, shard: Shard) -> int:
         """What a tensor to come needs beside the pages that it takes over."""
