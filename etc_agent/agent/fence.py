@@ -38,8 +38,12 @@ class Fence:
 
     def observe(self, others: Sequence[str], *, is_shared: bool) -> None:
         """What there is to fence. `others`: the stores of the other nodes; none where this node has no workers.
-        `is_shared`: the workers' generation has some on other nodes too."""
+        `is_shared`: the workers' generation has some on other nodes too. When this returns, the guardian knows."""
+        is_first = bool(others) and not self._others
         self._others, self._is_shared = others, is_shared
+        if is_first:
+            with self._lock:
+                self._look()
 
     def saw_life(self) -> None:
         """A worker has ended a step, or sent a heartbeat. Callable from any thread."""

@@ -190,12 +190,15 @@ class NodeAgent:
         self._is_stopping = True
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
 
-    def _heed_fence(self, records: JobRecords) -> None:
-        """Where the others may have gone on without this node, it begins anew as one more."""
+    def _put_fence(self, records: JobRecords, *, has_workers: bool) -> None:
         committed = records.generations.get(records.current.committed)
         others = [store_of(node) for node in records.nodes if node.name != self._record.name]
         is_shared = committed is not None and committed.nodes != (self._record.name,)
-        self._fence.observe(others if self._workers.are_running else (), is_shared=is_shared)
+        self._fence.observe(others if has_workers else (), is_shared=is_shared)
+
+    def _heed_fence(self, records: JobRecords) -> None:
+        """Where the others may have gone on without this node, it begins anew as one more."""
+        self._put_fence(records, has_workers=self._workers.are_running)
         if why := self._fence.fell:
             logger.error("%s: its workers are stopped, and it joins again when etcd answers", why)
             self._lost_up_to, self._cut_off_since = records.current.next_id - 1, time.monotonic()
@@ -253,6 +256,7 @@ class NodeAgent:
         ):
             match action:
                 case member.Start(index, generation, joining):
+                    self._put_fence(records, has_workers=True)  # before there is anything to fence
                     process = self._starter.start(index, generation, records.current.restarts, joining=joining)
                     self._workers.add(index, generation.id, process)
                 case member.Stop(index):

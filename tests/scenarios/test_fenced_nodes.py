@@ -88,7 +88,6 @@ def test_a_stopped_agent_loses_its_workers_with_its_lease_and_joins_again(
 ) -> None:
     runs = {n: cleanup(node(tmp_path, etcd_server, f"127.0.0.{n}")) for n in (2, 3)}
     both = wait_for_workers(tmp_path, 2)
-    time.sleep(1.0)  # a guardian hears of new workers' deadline within half a second (docs/liveness.md)
     runs[2].send(signal.SIGSTOP)
     alone = wait_for_workers(tmp_path, 1, after=both)
     assert not workers_of(runs[2]), "an agent that is stopped has a guardian that is not"
