@@ -137,11 +137,6 @@ class LocalWorkers:
             if worker.process.exit_code is None:
                 worker.process.stop(grace_s, number=self.stop_signal)
 
-    def kill_all(self) -> None:
-        for worker in self._workers.values():
-            if worker.process.exit_code is None:
-                worker.process.kill_group()
-
     @property
     def error_file(self) -> Path | None:
         """The error file of the worker that most likely made the others fail, where there is one."""

@@ -1,11 +1,11 @@
-"""Hashes of tensors: per box, to prove that what arrived is what left, and of whole states."""
+"""Hashes of boxes, to prove that what arrived is what left."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -14,7 +14,6 @@ from etc_agent.migration.check import describe
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.wire import Wire, Work
 from etc_agent.planner.plan import Transfer
-from etc_agent.state.layout import Shard
 
 _TAG = (1 << 31) - 1
 _HASH_BYTES = 8
@@ -26,11 +25,6 @@ def box_hash(view: torch.Tensor) -> bytes:
     # Not through numpy, which would make the storage one that cannot be resized, and so not be freed.
     memory = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr()) if flat.numel() else b""
     return hashlib.blake2b(memory, digest_size=_HASH_BYTES).digest()
-
-
-def state_digest(state: Mapping[Shard, torch.Tensor]) -> dict[Shard, str]:
-    """The hash of every shard, to compare a state before and after, or with another worker's copy."""
-    return {shard: box_hash(tensor).hex() for shard, tensor in state.items()}
 
 
 class BoxHashes:

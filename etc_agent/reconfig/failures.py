@@ -15,8 +15,6 @@ from etc_agent.reconfig.view import Policy, View, Wait
 
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 """What differs between two failures alike: pids, ports, addresses, times."""
-
-
 _EVIDENCE_S = 5.0
 """From the first word of a hang until something is done: every node looks for itself, and stacks are written first."""
 
@@ -59,7 +57,7 @@ def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
     if view.failed_s < patience_s:
         return Wait(patience_s - view.failed_s)
     failure = _left_alone(failure, next((ack.ended for ack in acks if ack.ended), ""))
-    return _after(view, failure, has_stepped=any(ack.has_stepped for ack in acks), in_session=_in_session(acks))
+    return _after(view, failure, acks)
 
 
 def _left_alone(failure: Failure, ended: str) -> Failure:
@@ -106,7 +104,7 @@ def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
     return policy.blame_s if kind is FailureKind.PEER_LOST else 0.0
 
 
-def _after(view: View, failure: Failure, *, has_stepped: bool, in_session: bool) -> Verdict:
+def _after(view: View, failure: Failure, acks: list[Ack]) -> Verdict:
     """A worker failed: start anew, unless the budget is used up or the job keeps failing alike before it gets anywhere.
 
     A script without a session reports no steps; it got somewhere if it lived longer than a worker may take to start.
@@ -115,7 +113,8 @@ def _after(view: View, failure: Failure, *, has_stepped: bool, in_session: bool)
     what = f"the worker on {failure.slot} failed: {failure.error}"
     if failure.kind.is_hang:
         what = f"the worker on {failure.slot}, rank {_rank(view, failure.slot)}, {failure.error}"
-    is_early = not has_stepped and (in_session or view.phase_s < policy.start_s)
+    is_starting = any(ack.in_session for ack in acks) or view.phase_s < policy.start_s
+    is_early = is_starting and not any(ack.has_stepped for ack in acks)
     signature = f"{failure.kind}: {_VARYING.sub('#', failure.error)}" if is_early else ""
     alike = current.failed_alike + 1 if is_early and signature == current.failed_as else int(is_early)
     if current.restarts >= policy.max_restarts:
@@ -130,10 +129,6 @@ def _after(view: View, failure: Failure, *, has_stepped: bool, in_session: bool)
 def _rank(view: View, slot: str) -> int | None:
     placement = view.committed.placement if view.committed else ()
     return next((rank for rank, other in enumerate(placement) if str(other) == slot), None)
-
-
-def _in_session(acks: Iterable[Ack]) -> bool:
-    return any(ack.in_session for ack in acks)
 
 
 def names(nodes: Iterable[str]) -> str:

@@ -298,6 +298,7 @@ class Session:
             self._let_go()
         time.sleep(_HOLD_S)
         self._vote(ok=True)
+        self._at(Position.BETWEEN)
         self._step_start = self._step_end = time.perf_counter()
         self._report_progress()
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from network import Host, Network
 from running import Etcd, EtcRun, marked, wait_until
 
@@ -52,11 +51,11 @@ def wait_for_workers(tmp_path: Path, number: int, after: int = 0) -> int:
     return wait_until(newest, f"{number} workers in a generation after {after}")
 
 
-@pytest.mark.skipif(bool(Network.why_not()), reason=Network.why_not() or "")
 def test_a_node_that_is_cut_off_stops_its_workers_before_the_others_go_on_and_joins_again(
-    tmp_path: Path, cleanup: Cleanup
+    tmp_path: Path, cleanup: Cleanup, make_network: Callable[[int], Network]
 ) -> None:
-    with Network(2) as network, EtcdServer(host=network.gateway) as server:
+    network = make_network(2)
+    with EtcdServer(host=network.gateway) as server:
         runs = {host: cleanup(node(tmp_path, server, host.address, host.prefix)) for host in network.hosts}
         both = wait_for_workers(tmp_path, 2)
         pids = lives(tmp_path)[both]
