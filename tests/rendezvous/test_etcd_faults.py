@@ -44,6 +44,7 @@ def test_a_crash_of_etcd_loses_no_event_no_lease_and_no_member(etcd: EtcdServer,
         mirror = Mirror(client, keys.root)
         membership = Membership(client, keys.node("a"), "a", ttl_s=ttl_s)
         lease = membership.lease
+        assert mirror.wait_for(lambda snapshot: membership.key in snapshot, 10)
         etcd.kill()
         wait_until(lambda: not membership.is_registered and not mirror.is_connected)
         assert not lease.is_lost  # nobody has said so
