@@ -66,6 +66,7 @@ class NodeAgent:
     ) -> None:
         self._incarnation = incarnation
         self._settings, self._record = settings, record
+        self._published, self._is_news = record, False
         self._client, self._keys, self._mirror, self._membership = client, keys, mirror, membership
         self._inbox, self._stores = inbox, stores
         self._reader = RecordReader(keys)
@@ -103,6 +104,7 @@ class NodeAgent:
                 self._set_drain_deadline(self._settings.timeouts.drain_s if asked_s is None else asked_s)
             self._report(records)
             self._renew_store(records)
+            self._publish()
             self._act(records)
             self._starter.keep_spares(self._idle_slots(records))
             self._acknowledge(records)
@@ -175,12 +177,7 @@ class NodeAgent:
     def _leave(self, deadline_s: float) -> None:
         """Tell the others that this node leaves, in `deadline_s` at the latest."""
         self._set_drain_deadline(deadline_s)
-        self._record = replace(self._record, state=NodeState.DRAINING)
-        try:
-            self._membership.update(json.dumps(self._record.to_json()))
-        except EtcdError as error:
-            logger.error("cannot tell the others that this node leaves (%s); stopping", error)
-            self._stop_now()
+        self._become(replace(self._record, state=NodeState.DRAINING))
 
     def _set_drain_deadline(self, seconds: float) -> None:
         self._drain_deadline_s = seconds
@@ -204,11 +201,7 @@ class NodeAgent:
             self._lost_up_to, self._cut_off_since = records.current.next_id - 1, time.monotonic()
             self._workers.stop_all(0.0)
             self._fence.lift()
-            self._record = replace(self._record, instance=uuid.uuid4().hex)
-            try:
-                self._membership.update(json.dumps(self._record.to_json()))
-            except EtcdError as error:
-                logger.debug("the next registration carries the new instance: %s", error)
+            self._become(replace(self._record, instance=uuid.uuid4().hex))
         limit_s = self._settings.timeouts.join_s
         if self._membership.is_registered:
             self._cut_off_since = float("inf")
@@ -238,12 +231,24 @@ class NodeAgent:
             return
         known = (records.generations.get(g) for g in (records.current.committed, records.current.proposed))
         in_use = [int(generation.store.rpartition(":")[2]) for generation in known if generation is not None]
-        renewed = replace(self._record, store_port=self._stores.open(in_use))
+        self._become(replace(self._record, store_port=self._stores.open(in_use)))
+
+    def _become(self, record: NodeRecord) -> None:
+        """Something about this node has changed; `_publish` tells the others."""
+        self._record = record
+        self._is_news = True
+
+    def _publish(self) -> None:
+        """Bring this node's record in etcd to what it is: at once, and while etcd is away, when it is back."""
+        if self._record == self._published or not (self._is_news or self._mirror.is_connected):
+            return
         try:
-            self._membership.update(json.dumps(renewed.to_json()))
-            self._record = renewed
+            self._membership.update(json.dumps(self._record.to_json()))
+            self._published = self._record
         except EtcdError as error:
-            logger.warning("a new store could not be published, and is tried again: %s", error)
+            if self._is_news:
+                logger.warning("the others hear of what has changed on this node once etcd answers: %s", error)
+        self._is_news = False
 
     # ---- what this node owes --------------------------------------------------------------------------------------
 

@@ -167,3 +167,23 @@ def test_training_goes_on_while_etcd_is_away_and_requests_are_met_when_it_is_bac
     for run in nodes:
         run.send(signal.SIGTERM)
     assert {run.wait() for run in nodes} <= {0, 143}
+
+
+def test_a_node_that_is_told_to_leave_while_etcd_is_away_hands_over_its_state_when_it_is_back(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    etcd = Etcd(etcd_server.endpoint, "job")
+    first, second = (cleanup(node(tmp_path, etcd_server, number, *tiny(tmp_path))) for number in (2, 3))
+    wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
+    etcd_server.kill()
+    second.send(signal.SIGTERM)
+    second.wait_for("once etcd answers")
+    step = max(line["step"] for line in steps_of(tmp_path))
+    wait_for_step(tmp_path, step + 5)
+    etcd_server.start_again()
+    assert second.wait() == 0
+    step = max(line["step"] for line in steps_of(tmp_path))
+    wait_for_step(tmp_path, step + 5)
+    assert len({line["pid"] for line in steps_of(tmp_path)}) == 2, "no worker was restarted"
+    first.send(signal.SIGTERM)
+    assert first.wait() == 143
