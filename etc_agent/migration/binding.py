@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from etc_agent.migration.bits import as_bits, as_bytes, bits_at
-from etc_agent.migration.pages import prefault
 from etc_agent.migration.schedule import Message, Round, aligned
-from etc_agent.migration.shared import PeerMemory
 from etc_agent.planner.plan import Refer, Transfer
 from etc_agent.state.layout import Shard
 
 TensorOf = Callable[[Shard], torch.Tensor]
 """The local tensor of a shard."""
+
+
+class SharedPlaces(Protocol):
+    """Where the items of shared messages lie in memory that both ends have mapped, as bits."""
+
+    def outgoing(self, message: Message) -> tuple[torch.Tensor, ...]:
+        """Where this worker puts them."""
+
+    def incoming(self, message: Message) -> tuple[torch.Tensor, ...]:
+        """Where this worker finds them; empty if that is where they belong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +61,13 @@ class Binder:
     Args:
         source, target: the local tensors of old and new shards.
         wire_device: type of the devices whose memory the wire takes as it is.
-        peers: the memory of the peers that this worker writes into itself.
+        shared: what to ask for shared messages.
     """
 
     source: TensorOf
     target: TensorOf
     wire_device: str
-    peers: Mapping[int, PeerMemory] = field(default_factory=dict)
+    shared: SharedPlaces | None = None
 
     def staging_need_bytes(self, scheduled: Round) -> int:
         """Staging bytes that a round needs."""
@@ -80,7 +89,9 @@ class Binder:
         sends, receives = [], []
         for message in scheduled.sends:
             if message.shared:
-                sends.append(self._written_to_peer(message))
+                assert self.shared is not None
+                items = self.shared.outgoing(message)
+                sends.append(BoundMessage(message, _a_byte(), items, _bits(message.transfers, self.source_view)))
                 continue
             in_place = self._in_place(message, self.source_view)
             if in_place is not None:
@@ -90,7 +101,10 @@ class Binder:
                 sends.append(BoundMessage(message, buffer, items, _bits(message.transfers, self.source_view)))
         for message in scheduled.receives:
             if message.shared:
-                receives.append(BoundMessage(message, torch.zeros(1, dtype=torch.uint8)))
+                assert self.shared is not None
+                items = self.shared.incoming(message)
+                targets = _bits(message.transfers, self.target_view) if items else ()
+                receives.append(BoundMessage(message, _a_byte(), targets, items))
                 continue
             in_place = self._in_place(message, self.target_view)
             if in_place is not None:
@@ -99,17 +113,6 @@ class Binder:
                 buffer, items = staged(message)
                 receives.append(BoundMessage(message, buffer, _bits(message.transfers, self.target_view), items))
         return BoundRound(tuple(sends), tuple(receives))
-
-    def _written_to_peer(self, message: Message) -> BoundMessage:
-        memory = self.peers[message.peer]
-        targets = tuple(
-            as_bits(memory.tensor(Shard(t.tensor, t.target_box))[t.box.within(t.target_box)])
-            for t in message.transfers
-        )
-        for target in targets:
-            prefault(target)
-        sources = _bits(message.transfers, self.source_view)
-        return BoundMessage(message, torch.zeros(1, dtype=torch.uint8), targets, sources)
 
     def bind_local(self, refers: Sequence[Refer]) -> LocalCopies:
         """The copies that `refers` ask for. A new shard that is its old one in the same memory needs none."""
@@ -153,3 +156,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bits(transfers: Sequence[Transfer], view_of: Callable[[Transfer], torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(as_bits(view_of(transfer)) for transfer in transfers)
+
+
+def _a_byte() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8)

@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from etc_agent.migration.binding import Binder, BoundMessage, BoundRound, LocalCopies, same_memory
+from etc_agent.migration.binding import Binder, BoundMessage, BoundRound, LocalCopies, SharedPlaces, same_memory
 from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.peers import Peers
 from etc_agent.migration.report import MigrationReport, SpanRecorder
 from etc_agent.migration.schedule import WINDOW, Message, Schedule, schedule_for
-from etc_agent.migration.shared import PeerMemory, SharedMemory
+from etc_agent.migration.shared import PeerTensors, SharedMemory, map_peer
 from etc_agent.migration.staging import Staging
 from etc_agent.migration.storage import Held, Storage
 from etc_agent.migration.verify import BoxHashes
@@ -99,7 +99,7 @@ class Migration:
             )
         self._peers = Peers(plan, worker, self._wire, timeout_s)
         self._schedule = schedule_for(plan, worker)
-        self._peer_memory: dict[int, PeerMemory] = {}
+        self._shared: SharedPlaces | None = None
         self._staging: Staging | None = None
         self._hashes = BoxHashes() if verify else None
 
@@ -121,11 +121,14 @@ class Migration:
             MigrationError: a worker has another plan, cannot take part, or does not answer in time.
         """
         described = self._peers.agree(None, self._described_memory())
-        self._peer_memory, writers = self._peers.meet(self._schedule, described)
+        send_peers = self._schedule.send_peers
+        mapped = {peer: memory for peer in send_peers if (memory := map_peer(self._plan, peer, described[peer]))}
+        writers = self._peers.meet(self._schedule, mapped)
         if self._memory is not None:
             self._memory.close()
-        shared = {(self._worker, peer) for peer in self._peer_memory} | {(peer, self._worker) for peer in writers}
-        self._schedule = schedule_for(self._plan, self._worker, shared)
+        pairs = {(self._worker, peer) for peer in mapped} | {(peer, self._worker) for peer in writers}
+        self._shared = PeerTensors(mapped)
+        self._schedule = schedule_for(self._plan, self._worker, pairs)
         self._bind()
 
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
@@ -259,7 +262,7 @@ class Migration:
         return self._memory.describe()
 
     def _binder(self) -> Binder:
-        return Binder(self._storage.source, self._storage.target, self._wire.device.type, self._peer_memory)
+        return Binder(self._storage.source, self._storage.target, self._wire.device.type, self._shared)
 
     def _allocate_staging(self) -> None:
         binder = self._binder()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.memory_file import DESCRIPTION_BYTES
 from etc_agent.migration.schedule import Schedule
-from etc_agent.migration.shared import DESCRIPTION_BYTES, PeerMemory, map_peer
 from etc_agent.migration.wire import Wire, Work, first_line
 from etc_agent.planner.plan import MigrationPlan
 
@@ -59,14 +59,16 @@ class Peers:
             raise MigrationError(f"worker {self._worker}: worker {', '.join(refusing)} cannot take part; see its error")
         return [theirs[size + 1 :] for theirs in rows]
 
-    def meet(self, schedule: Schedule, described: Sequence[bytes]) -> tuple[dict[int, PeerMemory], list[int]]:
+    def meet(self, schedule: Schedule, mapped: Collection[int]) -> list[int]:
         """Exchange the first message with every peer, which pays for connections and kernel buffers.
 
+        Args:
+            mapped: the peers whose memory this worker has mapped; they are told.
+
         Returns:
-            The peers whose memory this worker has mapped, and those that have mapped this worker's.
+            The peers that have mapped this worker's.
         """
         receive_peers, send_peers = schedule.receive_peers, schedule.send_peers
-        mapped = {peer: memory for peer in send_peers if (memory := map_peer(self._plan, peer, described[peer]))}
         answers = torch.tensor([peer in mapped for peer in send_peers], dtype=torch.uint8).to(self._wire.device)
         arriving = torch.zeros(len(receive_peers), dtype=torch.uint8, device=self._wire.device)
         received, sent = self._wire.post(
@@ -75,7 +77,7 @@ class Peers:
         )
         for peer, work in zip((*receive_peers, *send_peers), (*received, *sent), strict=True):
             self.wait(work, f"the first message from or to worker {peer}")
-        return mapped, [peer for peer, did in zip(receive_peers, arriving.tolist(), strict=True) if did]
+        return [peer for peer, did in zip(receive_peers, arriving.tolist(), strict=True) if did]
 
     def wait(self, work: Work, doing: str) -> None:
         """Wait for an operation.

@@ -94,7 +94,8 @@ class ReleasingMigration(Migration):
                 f"allow at least {peak:,}, or plan with smaller rounds"
             )
             self._staging = None
-        self._peers.meet(self._schedule, self._peers.agree(complaint, None))
+        self._peers.agree(complaint, None)
+        self._peers.meet(self._schedule, ())
         # What the run will hold at its peak anyway may as well be there from the start.
         self._on_demand.touch_ahead(peak - self.staging_bytes - self._on_demand.old_bytes)
         self._limit()

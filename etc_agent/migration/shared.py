@@ -15,24 +15,18 @@ A late writer does no harm: if a migration is given up its file goes with it, an
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from etc_agent.migration.pages import Mapped, prefault
+from etc_agent.migration.bits import as_bits
+from etc_agent.migration.memory_file import DESCRIPTION_BYTES, MemoryFile, map_described
+from etc_agent.migration.pages import prefault
 from etc_agent.migration.parcels import Parcel, lay_out, tensor_at, tensors_of
+from etc_agent.migration.schedule import Message
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
-
-DESCRIPTION_BYTES = 256
-
-
-def can_share() -> bool:
-    """Whether this system has anonymous memory files."""
-    return hasattr(os, "memfd_create")
 
 
 class SharedMemory:
@@ -47,13 +41,12 @@ class SharedMemory:
 
     def __init__(self, plan: MigrationPlan, worker: int) -> None:
         parcels, size = arena_layout(plan, worker)
-        self._fd = -1
+        self._file: MemoryFile | None = None
         self.tensors: dict[Shard, torch.Tensor] = {}
         if not size:
             return
-        self._fd = os.memfd_create("etc-run-state", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, size)
-        memory = Mapped(size, self._fd)
+        self._file = MemoryFile(size)
+        memory = self._file.memory
         flat = torch.frombuffer(memory.part(0, size, gives_back=False), dtype=torch.uint8)
         if not prefault(flat):
             flat.zero_()
@@ -61,11 +54,7 @@ class SharedMemory:
 
     def describe(self) -> bytes:
         """What a peer needs to find this memory; `DESCRIPTION_BYTES` long."""
-        if self._fd < 0:
-            return bytes(DESCRIPTION_BYTES)
-        stat = os.fstat(self._fd)
-        text = f"{_host_identity()} {os.getpid()} {self._fd} {stat.st_dev} {stat.st_ino} {stat.st_size}"
-        return text.encode().ljust(DESCRIPTION_BYTES, b"\0")
+        return bytes(DESCRIPTION_BYTES) if self._file is None else self._file.describe()
 
     def holds(self, shard: Shard, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is the one that was allocated here for `shard`."""
@@ -74,12 +63,9 @@ class SharedMemory:
 
     def close(self) -> None:
         """No peer can map this memory any more. The tensors stay."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,28 +80,34 @@ class PeerMemory:
         return tensor_at(self.memory, self.offsets[shard], shard)
 
 
+@dataclass(frozen=True, slots=True)
+class PeerTensors:
+    """Where shared messages go in `keep` mode: straight into the new tensors of the peer."""
+
+    peers: Mapping[int, PeerMemory]
+
+    def outgoing(self, message: Message) -> tuple[torch.Tensor, ...]:
+        memory = self.peers[message.peer]
+        targets = tuple(
+            as_bits(memory.tensor(Shard(t.tensor, t.target_box))[t.box.within(t.target_box)])
+            for t in message.transfers
+        )
+        for target in targets:
+            prefault(target)
+        return targets
+
+    def incoming(self, message: Message) -> tuple[torch.Tensor, ...]:
+        """They are where they belong already."""
+        return ()
+
+
 def map_peer(plan: MigrationPlan, peer: int, described: bytes) -> PeerMemory | None:
     """The memory that `peer` described, or None where it is on another host, of another user, or gone."""
-    fields = described.rstrip(b"\0").decode().split()
-    if len(fields) != 6 or fields[0] != _host_identity():
+    parcels, size = arena_layout(plan, peer)
+    memory = map_described(described, size)
+    if memory is None:
         return None
-    pid, fd, device, inode, size = map(int, fields[1:])
-    parcels, expected = arena_layout(plan, peer)
-    try:
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        stat = os.fstat(opened)
-        # The same number may mean another file by now, and another process.
-        if (stat.st_dev, stat.st_ino, stat.st_size) != (device, inode, size) or size != expected:
-            return None
-        memory = Mapped(size, opened).part(0, size, gives_back=False)
-        return PeerMemory(memory, {shard: start for parcel in parcels for shard, start in parcel.starts.items()})
-    except OSError:
-        return None
-    finally:
-        os.close(opened)
+    return PeerMemory(memory, {shard: start for parcel in parcels for shard, start in parcel.starts.items()})
 
 
 def arena_layout(plan: MigrationPlan, worker: int) -> tuple[list[Parcel], int]:
@@ -124,9 +116,3 @@ def arena_layout(plan: MigrationPlan, worker: int) -> tuple[list[Parcel], int]:
     received = (Shard(t.tensor, t.target_box) for transfers in plan.rounds for t in transfers if t.target == worker)
     referred = (Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker)
     return lay_out(sorted({*received, *referred} - kept))
-
-
-def _host_identity() -> str:
-    """This boot of this host, and what decides whether one process can see another: pid namespace and user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, materialise, shards_of
 from etc_agent.migration.engine import Migration
+from etc_agent.migration.memory_file import can_share
 from etc_agent.migration.modes import Wish, choose_mode, free_bytes
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
-from etc_agent.migration.shared import SharedMemory, can_share
+from etc_agent.migration.shared import SharedMemory
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.planner.migration import make_plan
