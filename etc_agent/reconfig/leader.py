@@ -27,6 +27,7 @@ from etc_agent.reconfig.records import (
     Reply,
     Request,
     Result,
+    first_cause,
     slowest,
 )
 from etc_agent.reconfig.sizing import NotDescribed, check, in_session, meeting, target
@@ -282,15 +283,24 @@ def _follow(view: View, committed: Generation, proposed: Generation) -> Decision
         return _commit(view, committed, proposed, new)
     if not view.usable:
         return _end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
-    if (decision := _lost_or_failed(view, committed, old + new if armed else old)) is not None:
+    joiner = first_cause(ack.failure for ack in new if ack.failure) if armed else None
+    if joiner and not joiner.kind.is_hang and not any(ack.failure for ack in old):
+        # Those of the committed generation say what came of it: they may train on as if nothing had been.
+        counting = [*old, *(replace(ack, failure=None) for ack in new)]
+    else:
+        counting = old + new if armed else old
+    if (decision := _lost_or_failed(view, committed, counting)) is not None:
         return decision
     if armed:
         if (missing := view.lost(nodes)) and (decision := _carry_out(view, without(view, missing))) is not None:
             return decision
         if refusals := [ack for ack in new if ack.refused]:
             # The migration was voted down, so nobody is in the new generation and nobody will be.
-            return _withdraw(view, proposed, f"{refusals[0].node}: {refusals[0].refused}", give_up=True)
+            why = f"{refusals[0].node}: {refusals[0].refused}"
+            return _withdraw(view, proposed, f"{joiner.slot}: {joiner.error}" if joiner else why, give_up=True)
         if view.phase_s >= view.policy.switch_s:
+            if joiner and (decision := _lost_or_failed(view, committed, old + new)) is not None:
+                return decision
             limit = f"{view.policy.switch_s:g} s (timeouts.switch_s)"
             why = f"generation {proposed.id} was armed and did not switch in {limit}"
             return _end(view, Outcome.FAILED, 1, why)

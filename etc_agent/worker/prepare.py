@@ -21,7 +21,7 @@ from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, materialise, shards_of
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.memory_file import can_share
-from etc_agent.migration.modes import Wish, choose_mode, free_bytes
+from etc_agent.migration.modes import Choice, Wish, choose_mode, free_bytes
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.shared import SharedMemory
@@ -55,13 +55,15 @@ class LiveGeneration:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """Where one worker stands in a change: its number in the plan, and its ranks before and after."""
+    """Where one worker stands in a change: its number in the plan, its ranks before and after, and the numbers of those
+    that leave and of those that join."""
 
     worker: int
     num_workers: int
     old_rank: int | None
     new_rank: int | None
     leaving: tuple[int, ...]
+    joining: tuple[int, ...]
 
     @classmethod
     def of(cls, slot: Slot, generation: Generation, previous: Generation) -> Seat:
@@ -80,6 +82,7 @@ class Seat:
             old_rank=previous.placement.index(slot) if slot in previous.placement else None,
             new_rank=generation.placement.index(slot) if slot in generation.placement else None,
             leaving=tuple(i for i, each in enumerate(workers) if each not in generation.placement),
+            joining=tuple(range(len(previous.placement), len(workers))),
         )
 
 
@@ -88,7 +91,8 @@ class PreparedGeneration:
     """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried. In
     `release` mode the model in `next` is on the meta device until its tensors have come.
 
-    `old_shards`: the shards of the live state by name, so that the switch need not work them out again.
+    `old_shards`: the shards of the live state by name, so that the switch need not work them out again. `moved_bytes`:
+    between all workers.
     """
 
     generation: Generation
@@ -97,6 +101,8 @@ class PreparedGeneration:
     seat: Seat
     group: dist.ProcessGroup
     plan: MigrationPlan
+    moved_bytes: int
+    choice: Choice
     migration: Migration
     next: LiveGeneration | None
     old_shards: dict[str, Shard]
@@ -199,7 +205,7 @@ def prepare(
             following = LiveGeneration(generation.id, world, vote, state, context)
         undo.pop_all()
     return PreparedGeneration(
-        generation, previous, slot, seat, group, plan, migration, following,
+        generation, previous, slot, seat, group, plan, plan.moved_bytes, choice, migration, following,
         {shard.tensor.name: shard for shard in sources}, old_stream, new_stream, phases_ms,
     )
 

@@ -2,8 +2,10 @@
 
     host state from old rank 0 -> migrate -> vote: the commit point -> swap
 
-Until the vote nothing of the previous generation is touched, so a failed vote costs only the time. After it every
-worker is in the new generation, and those that leave go once every other worker has seen the vote succeed.
+Until the vote nothing of the previous generation is touched, so a failed vote costs only the time, and so does the loss
+of a worker that joins (`settling`). After it every worker is in the new generation, and those that leave go once every
+other worker has seen the vote succeed. In `release` mode a vote of its own comes before the migration, after which
+there is no way back.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_lin
 from etc_agent.worker.releasing import StateLostError, take_over, what_is_lost
 from etc_agent.worker.rng import start_stream
 from etc_agent.worker.settings import Settings
+from etc_agent.worker.settling import Settlement
 from etc_agent.worker.user_state import load_own_state, own_state, rules_of
 from etc_agent.worker.verify import write_shards
-from etc_agent.worker.vote import Ballot, minimum
 from etc_agent.worker.world import activate, deactivate, entered
 
 _log = logging.getLogger(__name__)
@@ -79,32 +81,59 @@ def switch(
     """Move into `prepared`; `live` is None on a worker that joins, `step` the next step on one that does not.
 
     Raises:
-        SwitchError: a worker was lost before the vote's result was known.
-        StateLostError: the vote failed, and there is no way back (`release` mode).
+        SwitchError: a worker without which the previous generation cannot go on was lost before the vote's result was
+            known; or any worker, and there is no way back (`release` mode).
+        StateLostError: the vote failed, and there is no way back.
     """
     outcome = Switch(False, step, time.perf_counter())
+    settlement = Settlement(prepared, live)
+    is_releasing = isinstance(prepared.migration, ReleasingMigration)
+    may_run = True
     try:
-        carried, own = _share_host_state(prepared, live, outcome)
-        ok = live is None or _refresh(prepared, live, outcome, settings.verify_dir)
-        if isinstance(prepared.migration, ReleasingMigration):
+        host = settlement.attempt(lambda: _share_host_state(prepared, live, outcome))
+        ok = host is not None and (live is None or _refresh(prepared, live, outcome, settings.verify_dir))
+        if is_releasing:
             # Nothing is given up before every worker is known to be there and fit.
             with _phase(outcome, "begin"):
-                ok = minimum(prepared.group, Ballot(ok, 0)).ok
-        ok = ok and _migrate(prepared, carried, own, outcome)
-        with _phase(outcome, "vote"):
-            outcome.is_committed = minimum(prepared.group, Ballot(ok, 0)).ok
+                ok = may_run = settlement.agree(ok)
+        if host is not None and ok:
+            ok = settlement.attempt(lambda: _migrate(prepared, *host, outcome)) or False
+        elif may_run:
+            settlement.give_up(outcome.error)
+        if may_run:
+            with _phase(outcome, "vote"):
+                outcome.is_committed = settlement.settle(ok)
     except RuntimeError as error:
+        why, lost = settlement.error or one_line(error), settlement.lost or what_is_lost(prepared)
         raise SwitchError(
-            f"the switch to generation {prepared.generation.id} broke off before its vote: "
-            f"{one_line(error)}{what_is_lost(prepared)}"
+            f"the switch to generation {prepared.generation.id} broke off before its vote: {why}{lost}"
         ) from error
-    if not outcome.is_committed and (lost := what_is_lost(prepared)):
-        reason = outcome.error or "the migration failed on another worker"
-        raise StateLostError(f"the switch to generation {prepared.generation.id} failed: {reason}{lost}")
+    outcome.error = outcome.error or settlement.error
+    outcome.farewells += settlement.farewells
     if outcome.is_committed:
         with _phase(outcome, "swap"):
             _swap(prepared, outcome, settings)
+        _tell(prepared, outcome)
+    elif is_releasing and may_run:
+        raise _no_way_back(prepared, outcome, settlement)
     return outcome
+
+
+def _no_way_back(prepared: PreparedGeneration, outcome: Switch, settlement: Settlement) -> EtcError:
+    reason = outcome.error or "the migration failed on another worker"
+    lost = settlement.lost or what_is_lost(prepared) or "; release mode had begun, and others have given up state"
+    kind = SwitchError if settlement.error else StateLostError
+    return kind(f"the switch to generation {prepared.generation.id} failed: {reason}{lost}")
+
+
+def _tell(prepared: PreparedGeneration, outcome: Switch) -> None:
+    """One line for people, in worker 0's log."""
+    if prepared.seat.worker == 0:
+        choice = prepared.choice
+        _log.warning(
+            "generation %d was migrated to in %s mode, since %s: %s bytes moved in %.0f ms",
+            prepared.generation.id, choice.mode, choice.why, f"{prepared.moved_bytes:,}", outcome.phases_ms["migrate"],
+        )
 
 
 def write_switch_trace(folder: str, prepared: PreparedGeneration, outcome: Switch) -> None:
@@ -157,11 +186,15 @@ def _say_own(live: LiveGeneration | None) -> dict[str, Any]:
 def _migrate(
     prepared: PreparedGeneration, carried: dict[str, Any], own: list[dict[str, Any]], outcome: Switch
 ) -> bool:
-    """Move the tensors; whether that went well here. A worker whose part fails says so in the vote that follows."""
+    """Move the tensors; whether that went well here. One that cannot use what came says so in the vote that follows.
+
+    Raises:
+        MigrationError: a worker was lost, so that others may wait for this one.
+    """
+    shown = ProgressBar() if prepared.seat.worker == 0 else nullcontext()
+    with _phase(outcome, "migrate"), shown as bar:
+        report = prepared.migration.run(bar)
     try:
-        shown = ProgressBar() if prepared.seat.worker == 0 else nullcontext()
-        with _phase(outcome, "migrate"), shown as bar:
-            report = prepared.migration.run(bar)
         if isinstance(prepared.migration, ReleasingMigration):
             with _phase(outcome, "take over"):
                 take_over(prepared)

@@ -65,6 +65,7 @@ class Cluster:
     is_slow: bool = False
     refusing: str = ""
     votes_down: str = ""
+    is_switching: bool = False
     connected_s: float = 1e9
     absent_s: dict[str, float] = field(default_factory=dict)
     lost_up_to: dict[str, int] = field(default_factory=dict)
@@ -115,6 +116,14 @@ class Cluster:
     def fail(self, name: str, index: int, failure: Failure) -> None:
         worker = self.workers[name][index]
         self.workers[name][index] = replace(worker, exit_code=failure.exit_code, failure=failure)
+
+    def stay(self, why: str) -> None:
+        """The workers in the midst of a switch go on in the generation that they come from."""
+        for workers in self.workers.values():
+            for index, worker in workers.items():
+                if worker.is_running and (Armed.type, self.current.proposed) in worker.told:
+                    refused = {**worker.refused, self.current.proposed: Refused(self.current.proposed, why)}
+                    workers[index] = replace(worker, refused=refused)
 
     def progress(self, name: str) -> None:
         """The node's workers end a step."""
@@ -215,6 +224,8 @@ class Cluster:
             case Armed() if self.votes_down:
                 refused = Refused(generation_id, self.votes_down)
                 return replace(worker, refused={**worker.refused, generation_id: refused})
+            case Armed() if self.is_switching:
+                return worker
             case Armed():
                 switched = Switched(generation_id, 10 * generation_id, {"migrate": 1.0}, 1, 1, 1)
                 first = FirstStep(generation_id, 10 * generation_id, 5.0)

@@ -56,6 +56,53 @@ def test_a_migration_that_was_voted_down_leaves_the_job_as_it_was() -> None:
     cluster.assert_consistent()
 
 
+def in_the_midst_of_a_switch() -> Cluster:
+    cluster = one_node()
+    cluster.is_switching = True
+    cluster.ask("PP2TP2DP1")
+    cluster.run()
+    assert cluster.current.phase is Phase.ARMED
+    return cluster
+
+
+KILLED = Failure("a/3", FailureKind.KILLED, 137, "pid 7 was killed by SIGKILL")
+
+
+def test_a_joiner_that_is_killed_in_the_switch_leaves_the_others_training() -> None:
+    cluster = in_the_midst_of_a_switch()
+    cluster.fail("a", 3, KILLED)
+    cluster.run()
+    assert cluster.current.phase is Phase.ARMED, "the others say what came of it"
+    cluster.stay("Connection closed by peer")
+    cluster.run()
+    assert (cluster.config, cluster.current.restarts) == ("PP2TP1DP1", 0)
+    assert not cluster.committed.previous, "it is still the first generation"
+    assert cluster.replies[-1].result is Result.REFUSED
+    assert cluster.replies[-1].message == "a/3: pid 7 was killed by SIGKILL"
+    cluster.assert_consistent()
+
+
+def test_a_joiner_that_is_killed_when_there_is_no_way_back_is_named_as_the_cause_of_the_restart() -> None:
+    cluster = in_the_midst_of_a_switch()
+    cluster.policy = replace(cluster.policy, max_restarts=1)
+    cluster.fail("a", 3, KILLED)
+    cluster.fail("a", 0, Failure("a/0", FailureKind.PEER_LOST, 1, "Connection closed by peer"))
+    cluster.is_switching = False
+    cluster.run()
+    assert cluster.committed.is_fresh
+    assert cluster.committed.reason == "restart 1 of 1: the worker on a/3 failed: pid 7 was killed by SIGKILL"
+
+
+def test_a_joiner_that_is_killed_while_the_others_never_answer_is_a_restart() -> None:
+    cluster = in_the_midst_of_a_switch()
+    cluster.policy = replace(cluster.policy, max_restarts=1)
+    cluster.fail("a", 3, KILLED)
+    cluster.phase_s = 1e9
+    cluster.run()
+    assert cluster.committed.id == 3
+    assert cluster.committed.is_fresh
+
+
 def test_a_restart_does_not_ask_dead_workers_about_the_model() -> None:
     cluster = started(ELASTIC, "a", "b")
     cluster.descriptions.clear()

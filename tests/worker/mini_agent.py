@@ -103,7 +103,8 @@ class MiniAgent:
     ) -> None:
         self.directory = directory
         self.verify_dir = directory / "verify"
-        self._arguments = (str(directory), num_steps, pause_s, fault or {})
+        self.fault = fault or {}
+        self._arguments = (str(directory), num_steps, pause_s, self.fault)
         self._verify = verify
         self._timeout_s = timeout_s
         self._changed = threading.Condition()

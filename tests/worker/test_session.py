@@ -222,23 +222,6 @@ def test_a_migration_that_fails_on_one_worker_is_voted_down_and_everyone_stays(t
         agent.wait_for(lambda: {line["generation"] for line in agent.steps()} == {1, 3}, "steps in generation 3")
 
 
-def test_a_worker_lost_during_the_switch_ends_the_others_with_one_line(tmp_path: Path) -> None:
-    with MiniAgent(tmp_path, pause_s=0.02) as agent:
-        agent.start("PP2")
-        generation, everyone = agent.prepare("PP3")
-        for each in everyone:
-            agent.hear(each, Prepared, generation=generation.id)
-        joiner = agent.workers.pop(slot(2))
-        agent.gone.append(joiner)
-        joiner.process.kill()
-        joiner.process.join()
-        for each in everyone[:2]:
-            agent.send(each, Armed(generation.id))
-        assert set(agent.finish().values()) == {1}
-        assert "SwitchError: the switch to generation 2 broke off before its vote" in agent.logs()
-        assert not any(isinstance(message, Raised) for worker in agent.workers.values() for message in worker.heard)
-
-
 def test_an_exception_in_user_code_is_told_to_the_agent_and_surfaces_with_its_traceback(tmp_path: Path) -> None:
     with MiniAgent(tmp_path, fault={"raise_at": 3, "timeout_s": 10.0}) as agent:
         agent.start("PP1")

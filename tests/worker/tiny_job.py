@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +23,24 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import etc_agent as etc
+from etc_agent.integrations.native import shards_of
+from etc_agent.migration.engine import Migration
+from etc_agent.worker.switch import SwitchError
+from etc_agent.worker.verify import write_shards
 
 LAYERS, WIDTH, HIDDEN = 5, 8, 12
 FAULT: dict[str, Any] = {}
 
 
+def hidden() -> int:
+    return int(FAULT.get("hidden", HIDDEN))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.up = nn.Linear(WIDTH, hidden())
+        self.down = nn.Linear(hidden(), WIDTH)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scale", torch.full((WIDTH,), 0.5), persistent=False)
 
@@ -48,8 +59,8 @@ class Stage(nn.Module):
 
 def build(parallel: etc.ParallelContext) -> etc.TrainState:
     pp, tp = parallel.config.pp, parallel.config.tp
-    if HIDDEN % tp:
-        raise ValueError(f"{parallel.config}: {HIDDEN} hidden units cannot be divided over tp={tp}")
+    if hidden() % tp:
+        raise ValueError(f"{parallel.config}: {hidden()} hidden units cannot be divided over tp={tp}")
     if pp > LAYERS:
         raise ValueError(f"{parallel.config}: {LAYERS} layers cannot fill pp={pp} stages")
     stage = parallel.coordinate.pp
@@ -100,8 +111,6 @@ class Seen:
 
 def initialise(state: etc.TrainState) -> None:
     """Weights as a function of name and position, whatever the sharding."""
-    from etc_agent.integrations.native import shards_of
-
     for shard, local in shards_of(state).items():
         if shard.tensor.name.endswith("scale"):
             local.fill_(0.5)
@@ -133,15 +142,42 @@ def train(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Ten
     return whole
 
 
+def die_midway(after: float) -> None:
+    """Have this process die by SIGKILL in its next migration, when that part of what it sends and receives is done."""
+    run = Migration.run
+
+    def run_and_die(migration: Migration, progress: Any = None) -> Any:
+        def die(done: int, total: int) -> None:
+            if done >= after * total:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        die(0, 1)
+        return run(migration, die)
+
+    Migration.run = run_and_die  # type: ignore[method-assign]
+
+
+@contextmanager
+def saving_what_is_left(log: Path, session: etc.Session) -> Iterator[None]:
+    """When the job breaks off in a change, write what this worker still holds, for a test to look at."""
+    try:
+        yield
+    except SwitchError:
+        write_shards(str(log), session.generation, "left", session.parallel.rank, shards_of(session.state))
+        raise
+
+
 def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     FAULT.update(fault)
+    if os.environ["LOCAL_RANK"] == str(fault.get("die_midway")):
+        die_midway(fault["after"])
     ids: dict[str, Any] = {}
     with etc.session(
         build, global_batch=12, seed=7, record=lambda step, seen: ids.update(step=step, ids=list(seen)),
         timeout_s=fault.get("timeout_s", 60.0), switch_timeout_s=fault.get("switch_timeout_s", 60.0),
         migration=fault.get("migration", "auto"), budget_bytes=fault.get("budget_bytes"),
-    ) as session:
+    ) as session, saving_what_is_left(log, session):
         data = Samples()
         for step in session.steps(num_steps):
             with step:
