@@ -60,7 +60,8 @@ def choose_mode(wishes: Sequence[Wish], previous: Sequence[Manifest], current: S
                 f"old and new state of worker {worker} take {both_bytes:,} bytes together, "
                 f"there is room for {room_bytes:,}",
             )
-    return Choice("keep", budget_bytes, "old and new state fit together")
+    insist = all(wish.mode == "keep" for wish in wishes)
+    return Choice("keep", budget_bytes, "every worker asks for it" if insist else "old and new state fit together")
 
 
 def free_bytes(device: torch.device) -> int:

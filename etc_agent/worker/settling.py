@@ -34,7 +34,7 @@ class Settlement:
 
     Attributes:
         error: what broke the change's connections as seen from here, "" while they hold.
-        lost: what this worker had given up by then, for people; "" where that is nothing.
+        lost: what this worker had given up when they broke, for people; "" where that is nothing.
         farewells: messages to the workers that join, still on their way.
     """
 
@@ -50,7 +50,9 @@ class Settlement:
             return work()
         except RuntimeError as error:
             self.give_up(one_line(error))
-            _log.error("generation %d: migration failed: %s", self._prepared.generation.id, self.error)
+            self.lost = what_is_lost(self._prepared)
+            # At once: the agent may stop this worker before the error comes through.
+            _log.error("generation %d: migration failed: %s%s", self._prepared.generation.id, self.error, self.lost)
             return None
 
     def give_up(self, error: str) -> None:
@@ -76,7 +78,7 @@ class Settlement:
         assert self._live.vote is not None, "a job without an agent does not change"
         agreed = self._live.vote.cast(Ballot(ok, 0)).ok
         if ok and not agreed:
-            self.error = "the connections of another worker broke during the vote"
+            self.error, self.lost = "another worker lost its connections meanwhile", what_is_lost(self._prepared)
             self._let_go()
         return agreed
 
@@ -103,7 +105,6 @@ class Settlement:
 
     def _let_go(self) -> None:
         """Of the connections: whoever waits for this worker hears of it now, not when its patience ends."""
-        self.lost = self.lost or what_is_lost(self._prepared)
         self._prepared.close()
         # Schedules and errors refer to each other in circles, and a kept group keeps its sockets.
         gc.collect()

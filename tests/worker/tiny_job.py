@@ -142,17 +142,22 @@ def train(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Ten
     return whole
 
 
-def die_midway(after: float) -> None:
-    """Have this process die by SIGKILL in its next migration, when that part of what it sends and receives is done."""
-    run = Migration.run
+def die_midway(after: float, migration: int = 1) -> None:
+    """Have this process die by SIGKILL in its so many-th migration, when the part `after` of what it sends and receives
+    is done."""
+    run, begun = Migration.run, 0
 
-    def run_and_die(migration: Migration, progress: Any = None) -> Any:
-        def die(done: int, total: int) -> None:
-            if done >= after * total:
-                os.kill(os.getpid(), signal.SIGKILL)
-
+    def run_and_die(self: Migration, progress: Any = None) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun < migration:
+            return run(self, progress)
         die(0, 1)
-        return run(migration, die)
+        return run(self, die)
+
+    def die(done: int, total: int) -> None:
+        if done >= after * total:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     Migration.run = run_and_die  # type: ignore[method-assign]
 
