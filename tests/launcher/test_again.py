@@ -1,4 +1,8 @@
-"""Plain scripts whose process groups are made again: in one process, and after restarts."""
+"""Plain scripts whose process groups are made again: in one process, and after restarts.
+
+The scripts write their lines at once. Launchers start workers with ``python -u``, under which `print` writes a line in
+pieces, and those of workers that share one output fall between each other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import pytest
 from etc_agent.control.channel import SOCKET_VARIABLE
 from etc_agent.worker import rounds
 
-ROUNDS = """
+ROUNDS = r"""
 import os, torch, torch.distributed as dist
 from datetime import timedelta
 for number in range(6):
@@ -22,17 +26,18 @@ for number in range(6):
     assert ones.item() == dist.get_world_size()
     dist.new_group([0, 1])
     dist.destroy_process_group()
-print("done", os.environ["RANK"], flush=True)
+os.write(1, f"done {os.environ['RANK']}\n".encode())
 """
 
-RESTARTS = """
+RESTARTS = r"""
 import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
 dist.init_process_group("gloo", timeout=timedelta(seconds=20))
 ones = torch.ones(1)
 dist.all_reduce(ones)
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-print("attempt", attempt, dist.get_rank(), flush=True)
+os.write(1, f"attempt {attempt} {dist.get_rank()}\n".encode())
+dist.barrier()  # the failure of one ends both
 if dist.get_rank() == 1 and attempt == 0:
     os._exit(3)
 dist.barrier()

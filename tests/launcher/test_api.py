@@ -13,13 +13,17 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.server import EtcdServer
 
 PROGRAM = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from torch.distributed.launcher.api import LaunchConfig
 from launcher import JobFailed, elastic_launch
 
 def work(folder, code):
-    Path(folder, os.environ["RANK"]).write_text(os.environ["WORLD_SIZE"])
+    rank = os.environ["RANK"]
+    Path(folder, f"{rank}.new").write_text(os.environ["WORLD_SIZE"])
+    Path(folder, f"{rank}.new").rename(Path(folder, rank))
+    while not all(Path(folder, each).exists() for each in "01"):  # the first to fail ends both
+        time.sleep(0.01)
     sys.exit(code)
 
 if __name__ == "__main__":
