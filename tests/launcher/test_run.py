@@ -343,7 +343,7 @@ def test_a_plain_job_runs_exactly_as_under_torchrun(tmp_path: Path) -> None:
     for name, module in (("theirs", "torch.distributed.run"), ("ours", "launcher.run")):
         out = tmp_path / name
         command = [sys.executable, "-m", module, "--nproc-per-node=2", str(program), str(out), "--flag"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert "exitcode  : 3" in ended.stderr
         results[name] = [ended.returncode, *(json.loads(Path(f"{out}-{rank}").read_text()) for rank in (0, 1))]
     assert results["ours"] == results["theirs"]

@@ -23,7 +23,7 @@ def test_an_expired_timer_ends_its_worker_and_the_job_restarts(tmp_path: Path) -
     ended = subprocess.run(
         [sys.executable, "-m", "launcher.run", "--standalone", "--max-restarts=1", str(script)],
         env={**os.environ, "TORCHELASTIC_ENABLE_FILE_TIMER": "1"},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert "was killed by SIGKILL" in ended.stderr

@@ -236,7 +236,7 @@ def test_an_exception_in_user_code_is_told_to_the_agent_and_surfaces_with_its_tr
 def test_the_same_script_runs_at_a_fixed_size_under_plain_torchrun(tmp_path: Path) -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB, str(tmp_path), "4", "0"]
     environment = {**os.environ, "ETC_PARALLEL": "PP2", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("steps-*.jsonl"))) == 2
 
