@@ -38,7 +38,7 @@ run: setup
 	$(BIN)/python scripts/run_demo.py $(DEMO)
 
 test: setup lint
-	$(BIN)/python -m pytest -q -rs -n $(TEST_JOBS) --dist loadfile
+	$(BIN)/python -m pytest -q -rs -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .
