@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,16 +104,16 @@ def test_the_script_trains_alike_in_a_session_and_plainly_and_after_a_checkpoint
     sizes = ["--layers=3", "--hidden=32", "--sequence=32", "--global-batch=8", "--microbatch=2", "--steps=4"]
     sizes.append(f"--data={ROOT / 'scripts'}")
 
-    def losses(name: str, num_ranks: int, script: str, *arguments: str) -> list[float]:
+    def losses(name: str, start: Callable[..., str], script: str, *arguments: str) -> list[float]:
         log = tmp_path / f"{name}.jsonl"
-        torchrun(num_ranks, ROOT / "scripts" / script, *sizes, f"--step-log={log}", *arguments)
+        start(2, ROOT / "scripts" / script, *sizes, f"--step-log={log}", *arguments)
         return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
-    session = losses("session", 2, "train_gpt.py", "--parallel=PP2TP1DP1", f"--sample-log={tmp_path}/ids")
+    session = losses("session", torchrun, "train_gpt.py", "--parallel=PP2TP1DP1", f"--sample-log={tmp_path}/ids")
     checkpoint = f"--save-dir={tmp_path}/checkpoint"
-    begun = losses("begun", 2, "train_gpt_dcp.py", "--parallel=PP2TP1DP1", "--stop-at=2", checkpoint)
+    begun = losses("begun", launch, "train_gpt_dcp.py", "--parallel=PP2TP1DP1", "--stop-at=2", checkpoint)
     assert begun == session[:2]
-    resumed = losses("resumed", 2, "train_gpt_dcp.py", "--parallel=PP1TP2DP1", "--resume", checkpoint)
+    resumed = losses("resumed", launch, "train_gpt_dcp.py", "--parallel=PP1TP2DP1", "--resume", checkpoint)
     assert resumed == pytest.approx(session[2:], abs=1e-5)
     lines = [json.loads(line) for file in os.listdir(tmp_path / "ids") for line in (tmp_path / "ids" / file).open()]
     assert sorted(i for line in lines if line["pp"] == 0 for i in line["ids"]) == list(range(4 * 8))

@@ -7,13 +7,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.launchers import Executed, Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_JOB = ROOT / "tests" / "worker" / "tiny_job.py"
@@ -42,38 +42,34 @@ class EtcRun:
         self, *arguments: object, cwd: Path, environment: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
     ) -> None:
         self.mark = uuid.uuid4().hex
-        self.lines: list[str] = []
+        self._output = cwd / f"output.{self.mark}"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ETC_", "PET_"))}
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "launcher.run", *map(str, arguments)],
-            cwd=cwd,
-            env={**inherited, "OMP_NUM_THREADS": "1", "MARK": self.mark, "ETC_SPARES": SPARES, **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+        known = {**inherited, "OMP_NUM_THREADS": "1", "MARK": self.mark, "ETC_SPARES": SPARES, **(environment or {})}
+        words = [str(argument) for argument in arguments]
+        self.process = (
+            Executed("etc-run", words, known, cwd, self._output, self._output, prefix) if prefix
+            else Forked("etc-run", words, known, cwd, self._output, self._output)
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
+    @property
+    def lines(self) -> list[str]:
+        """Every whole line that it and its workers have written."""
+        return self.output.splitlines()
 
     @property
     def output(self) -> str:
-        return "\n".join(self.lines)
+        text = self._output.read_text(errors="replace") if self._output.exists() else ""
+        return text if self.process.poll() is not None else text[: text.rfind("\n") + 1]
 
     def wait_for(self, pattern: str, timeout_s: float = TIMEOUT_S) -> re.Match[str]:
         """Wait for a line that matches `pattern`."""
 
         def found() -> re.Match[str] | None:
+            has_ended = self.process.poll() is not None
             match = re.search(pattern, self.output)
-            if match is None and self.process.poll() is not None:
-                self._reader.join(5)
-                match = re.search(pattern, self.output)
-                assert match, f"etc-run ended with {self.process.returncode} before {pattern!r}:\n{self.output}"
+            assert match or not has_ended, (
+                f"etc-run ended with {self.process.poll()} before {pattern!r}:\n{self.output}"
+            )
             return match
 
         try:
@@ -86,11 +82,8 @@ class EtcRun:
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """The exit code."""
-        try:
-            code = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"etc-run did not end in {timeout_s:.0f} s:\n{self.output}") from None
-        self._reader.join(5)
+        code = self.process.wait(timeout_s)
+        assert code is not None, f"etc-run did not end in {timeout_s:.0f} s:\n{self.output}"
         return code
 
     def descendants(self) -> dict[int, str]:
@@ -109,7 +102,7 @@ class EtcRun:
         """End everything, for a test that is over."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(TIMEOUT_S)
         for pid in self.descendants():
             try:
                 os.kill(pid, signal.SIGKILL)

@@ -6,7 +6,6 @@ It does what the real agent's part of the protocol is, on one machine and withou
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -38,17 +37,10 @@ from etc_agent.control.messages import (
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Placement, Slot
+from tests.forkserver import context
 
 NODE = "node-a"
-PRELOADED = [
-    "torch", "torch._dynamo", "torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental",
-    "etc_agent.worker.session",
-]
 M = TypeVar("M", bound=Message)
-
-# Workers are forked from a server that has imported torch: a join then takes milliseconds, not seconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOADED)
 
 
 def _worker_main(environment: dict[str, str], log: str, arguments: tuple[str, int, float, dict[str, Any]]) -> None:
@@ -74,7 +66,7 @@ def _run_code(environment: dict[str, str], log: str, code: str) -> None:
 
 def run_script(code: str, log: Path, environment: dict[str, str], timeout_s: float = 60.0) -> tuple[int | None, str]:
     """Run a few lines as a script of its own, without an agent; its exit code, and all that it wrote."""
-    process = _context.Process(target=_run_code, args=({"OMP_NUM_THREADS": "1", **environment}, str(log), code))
+    process = context.Process(target=_run_code, args=({"OMP_NUM_THREADS": "1", **environment}, str(log), code))
     process.start()
     process.join(timeout_s)
     if process.is_alive():
@@ -286,7 +278,7 @@ class MiniAgent:
             environment["ETC_VERIFY"] = str(self.verify_dir)
             environment["ETC_TRACE"] = str(self.verify_dir.with_name("trace"))
         log = str(self.directory / f"worker-{slot.index}-gen{generation.id}.log")
-        process = _context.Process(target=_worker_main, args=(environment, log, self._arguments), daemon=True)
+        process = context.Process(target=_worker_main, args=(environment, log, self._arguments), daemon=True)
         process.start()
         self.workers[slot] = WorkerHandle(slot, process)
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -18,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.launcher.comparison.cases import OWN_NAMES, OWN_VALUES, Aspect, Case
+from tests.launchers import Executed, Forked
 
 HERE = Path(__file__).resolve().parent
-MODULES = {"torchrun": "torch.distributed.run", "etc-run": "launcher.run"}
 TIMEOUT_S = 120.0
 _FOLDER = re.compile(r"^[^/]+/(?:attempt_(?P<attempt>\d+)|generation_(?P<generation>\d+)/[^/]+)/")
 _DATES = re.compile(r'"timestamp": "?\d+"?|, line \d+')
@@ -57,14 +53,16 @@ def run(case: Case, launcher: str, folder: Path) -> Seen:
         **{name: words.get(value, value) for name, value in case.environment.items()},
     }
     is_told_by_its_start = any(option in case.options for option in ("--start-method", "--logs-specs"))
-    process = (_Executed if is_told_by_its_start else _Forked)(launcher, command, environment, folder)
+    start = Executed if is_told_by_its_start else Forked
+    process = start(launcher, command, environment, folder, folder / "stdout", folder / "stderr")
     try:
         if case.send is not None:
             _wait_for(reports, process)
             os.kill(process.pid, case.send)
-        exit_code = process.wait()
+        exit_code = process.wait(TIMEOUT_S)
     finally:
         process.kill()
+    assert exit_code is not None, "it did not end"
     stdout, stderr = ((folder / name).read_text() for name in ("stdout", "stderr"))
     found = [json.loads(path.read_text()) for path in sorted(reports.glob("*.json"))]
     prefix = str(folder)
@@ -83,65 +81,10 @@ def run(case: Case, launcher: str, folder: Path) -> Seen:
     return seen
 
 
-class _Executed:
-    """A launcher started as a person would start it."""
-
-    def __init__(self, launcher: str, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
-        with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULES[launcher], *arguments], cwd=folder, env=environment, stdout=out,
-                stderr=err, start_new_session=True,
-            )
-        self.pid = self._process.pid
-
-    def wait(self) -> int:
-        return self._process.wait(TIMEOUT_S)
-
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-class _Forked:
-    """A launcher's main in a process that is forked when torch has been loaded: most of the time of a run is that."""
-
-    def __init__(self, launcher: str, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.run", "launcher.routes", "launcher.run", "pytest"])
-        self._process = context.Process(target=_main, args=(launcher, arguments, environment, folder))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    def wait(self) -> int:
-        self._process.join(TIMEOUT_S)
-        assert self._process.exitcode is not None, "it did not end"
-        return self._process.exitcode
-
-    def has_ended(self) -> bool:
-        return not self._process.is_alive()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def _main(launcher: str, arguments: list[str], environment: dict[str, str], folder: Path) -> None:
-    for file, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), file)
-    os.setsid()
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv, tempfile.tempdir = [launcher, *arguments], None
-    sys.exit(importlib.import_module(MODULES[launcher]).main(arguments))
-
-
-def _wait_for(reports: Path, process: _Executed | _Forked) -> None:
+def _wait_for(reports: Path, process: Executed | Forked) -> None:
     """Until both workers listen: they do so before they report."""
     deadline = time.monotonic() + TIMEOUT_S
-    while len(list(reports.glob("*.json"))) < 2 and not process.has_ended():
+    while len(list(reports.glob("*.json"))) < 2 and process.poll() is None:
         assert time.monotonic() < deadline, "the workers did not report"
         time.sleep(0.02)
 
