@@ -29,13 +29,11 @@ class SharedPlaces(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BoundMessage:
-    """The flat bytes that the wire moves, and the copies to make before a send or after a receive, as bits.
-
-    Of a shared message the wire moves one byte, after the copies.
-    """
+    """The flat bytes that the wire moves, none of a shared message, and the copies to make before a send or after a
+    receive, as bits."""
 
     message: Message
-    buffer: torch.Tensor
+    buffer: torch.Tensor | None
     copy_to: tuple[torch.Tensor, ...] = ()
     copy_from: tuple[torch.Tensor, ...] = ()
 
@@ -91,7 +89,7 @@ class Binder:
             if message.shared:
                 assert self.shared is not None
                 items = self.shared.outgoing(message)
-                sends.append(BoundMessage(message, _a_byte(), items, _bits(message.transfers, self.source_view)))
+                sends.append(BoundMessage(message, None, items, _bits(message.transfers, self.source_view)))
                 continue
             in_place = self._in_place(message, self.source_view)
             if in_place is not None:
@@ -104,7 +102,7 @@ class Binder:
                 assert self.shared is not None
                 items = self.shared.incoming(message)
                 targets = _bits(message.transfers, self.target_view) if items else ()
-                receives.append(BoundMessage(message, _a_byte(), targets, items))
+                receives.append(BoundMessage(message, None, targets, items))
                 continue
             in_place = self._in_place(message, self.target_view)
             if in_place is not None:
@@ -156,7 +154,3 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bits(transfers: Sequence[Transfer], view_of: Callable[[Transfer], torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(as_bits(view_of(transfer)) for transfer in transfers)
-
-
-def _a_byte() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.uint8)

@@ -21,6 +21,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from etc_agent.migration.binding import Binder, BoundMessage, BoundRound, LocalC
 from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.neighbours import Neighbours, find_neighbours
 from etc_agent.migration.peers import Peers
 from etc_agent.migration.report import MigrationReport, SpanRecorder
 from etc_agent.migration.schedule import WINDOW, Message, Schedule, schedule_for
-from etc_agent.migration.shared import PeerTensors, SharedMemory, map_peer
+from etc_agent.migration.shared import PeerTensors, SharedMemory, arena_bytes
 from etc_agent.migration.staging import Staging
 from etc_agent.migration.storage import Held, Storage
 from etc_agent.migration.verify import BoxHashes
@@ -120,15 +122,14 @@ class Migration:
         Raises:
             MigrationError: a worker has another plan, cannot take part, or does not answer in time.
         """
-        described = self._peers.agree(None, self._described_memory())
-        send_peers = self._schedule.send_peers
-        mapped = {peer: memory for peer in send_peers if (memory := map_peer(self._plan, peer, described[peer]))}
-        writers = self._peers.meet(self._schedule, mapped)
+        file = self._memory.file if self._memory else None
+        neighbours = find_neighbours(
+            self._plan, self._worker, self._peers, file, partial(arena_bytes, self._plan), wanted=self._can_share()
+        )
         if self._memory is not None:
             self._memory.close()
-        pairs = {(self._worker, peer) for peer in mapped} | {(peer, self._worker) for peer in writers}
-        self._shared = PeerTensors(mapped)
-        self._schedule = schedule_for(self._plan, self._worker, pairs)
+        self._share(neighbours, PeerTensors(self._plan, neighbours.mapped))
+        self._peers.meet(self._schedule)
         self._bind()
 
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
@@ -185,6 +186,10 @@ class Migration:
             timeline=tuple(self._storage.timeline),
         )
 
+    def close(self) -> None:
+        """Take no further part: workers of this host that wait for this one hear of it. The tensors stay."""
+        self._wire.bells.close()
+
     # -- what differs between the modes
 
     def _bind(self) -> None:
@@ -239,7 +244,7 @@ class Migration:
 
     def _wait_for(self, number: int, in_flight: _InFlight, tally: _Tally) -> None:
         for b, work in zip(in_flight.bound.receives, in_flight.received, strict=True):
-            self._peers.wait(work, f"round {number}: receiving {_contents(b.message)} from worker {b.message.peer}")
+            self._peers.wait(work, f"round {number}: receiving {contents(b.message)} from worker {b.message.peer}")
             copy_bits(b.copy_to, b.copy_from)
             tally.received(b.message)
             if self._hashes is not None:
@@ -247,19 +252,24 @@ class Migration:
                 for transfer in b.message.transfers:
                     self._hashes.received(transfer, self._binder().target_view(transfer))
         for b, work in zip(in_flight.bound.sends, in_flight.sent, strict=True):
-            self._peers.wait(work, f"round {number}: sending {_contents(b.message)} to worker {b.message.peer}")
+            self._peers.wait(work, f"round {number}: sending {contents(b.message)} to worker {b.message.peer}")
             tally.sent(b.message)
         self._settle_copies()
         self._done(number)
 
     # -- helpers
 
-    def _described_memory(self) -> bytes | None:
+    def _can_share(self) -> bool:
+        """Whether all that this worker receives lies where peers can write to."""
         messages = (message for scheduled in self._schedule.rounds for message in scheduled.receives)
         received = {Shard(t.tensor, t.target_box) for message in messages for t in message.transfers}
-        if self._memory is None or not all(self._memory.holds(s, self._storage.target(s)) for s in received):
-            return None
-        return self._memory.describe()
+        memory = self._memory
+        return memory is not None and all(memory.holds(shard, self._storage.target(shard)) for shard in received)
+
+    def _share(self, neighbours: Neighbours, places: SharedPlaces) -> None:
+        self._wire.bells = neighbours.bells
+        self._shared = places
+        self._schedule = schedule_for(self._plan, self._worker, neighbours.pairs)
 
     def _binder(self) -> Binder:
         return Binder(self._storage.source, self._storage.target, self._wire.device.type, self._shared)
@@ -320,6 +330,6 @@ def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
 
 
-def _contents(message: Message) -> str:
+def contents(message: Message) -> str:
     first = describe(message.transfers[0].tensor, message.transfers[0].box)
     return first if len(message.transfers) == 1 else f"{first} and {len(message.transfers) - 1} more"

@@ -29,11 +29,10 @@ class MemoryFile:
         os.ftruncate(self._fd, size)
         self.memory = Mapped(size, self._fd)
 
-    def describe(self) -> bytes:
-        """What a peer needs to find this memory; `DESCRIPTION_BYTES` long."""
+    def place(self) -> str:
+        """How a peer finds this memory."""
         stat = os.fstat(self._fd)
-        text = f"{_host_identity()} {os.getpid()} {self._fd} {stat.st_dev} {stat.st_ino} {stat.st_size}"
-        return text.encode().ljust(DESCRIPTION_BYTES, b"\0")
+        return f"{os.getpid()} {self._fd} {stat.st_dev} {stat.st_ino} {stat.st_size}"
 
     def close(self) -> None:
         """No peer can map this memory any more. What is mapped stays."""
@@ -45,8 +44,13 @@ class MemoryFile:
         self.close()
 
 
+def describe(file: MemoryFile | None) -> bytes:
+    """What a peer needs to know of this worker's host and memory; at most `DESCRIPTION_BYTES` long."""
+    return f"{_host_identity()} {file.place() if file else ''}".encode()
+
+
 def host_of(described: bytes) -> str:
-    """Which workers can map each other's memory: those of equal hosts. "" for a worker that has described none."""
+    """Which workers can map each other's memory: those with the same host. "" for a worker that has described none."""
     return described.rstrip(b"\0").decode().partition(" ")[0]
 
 

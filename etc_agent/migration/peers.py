@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Collection
 
 import torch
 
@@ -37,14 +36,12 @@ class Peers:
             MigrationError: a worker has another plan, cannot take part, or does not answer in time.
         """
         digest = hashlib.sha256(self._plan.digest.encode()).digest()
-        mine = digest + bytes([complaint is not None]) + (described or bytes(DESCRIPTION_BYTES))
+        mine = digest + bytes([complaint is not None]) + (described or b"").ljust(DESCRIPTION_BYTES, b"\0")
         row = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._wire.device)
         try:
             rows = [bytes(theirs.tolist()) for theirs in self._wire.all_gather(row, self._timeout)]
         except RuntimeError as error:
-            raise MigrationError(
-                f"worker {self._worker}: not every worker takes part in the migration: {first_line(error)}"
-            ) from error
+            raise self._absent(error) from error
         size = len(digest)
         others = [str(worker) for worker, theirs in enumerate(rows) if theirs[:size] != digest]
         if others:
@@ -59,25 +56,24 @@ class Peers:
             raise MigrationError(f"worker {self._worker}: worker {', '.join(refusing)} cannot take part; see its error")
         return [theirs[size + 1 :] for theirs in rows]
 
-    def meet(self, schedule: Schedule, mapped: Collection[int]) -> list[int]:
-        """Exchange the first message with every peer, which pays for connections and kernel buffers.
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What every worker says, in worker order. Collective.
 
-        Args:
-            mapped: the peers whose memory this worker has mapped; they are told.
-
-        Returns:
-            The peers that have mapped this worker's.
+        Raises:
+            MigrationError: a worker does not answer in time.
         """
+        try:
+            return self._wire.gather_bytes(mine, self._timeout)
+        except RuntimeError as error:
+            raise self._absent(error) from error
+
+    def meet(self, schedule: Schedule) -> None:
+        """Exchange the first message with every peer, which pays for connections and kernel buffers."""
         receive_peers, send_peers = schedule.receive_peers, schedule.send_peers
-        answers = torch.tensor([peer in mapped for peer in send_peers], dtype=torch.uint8).to(self._wire.device)
-        arriving = torch.zeros(len(receive_peers), dtype=torch.uint8, device=self._wire.device)
-        received, sent = self._wire.post(
-            [(peer, 0, arriving[i : i + 1]) for i, peer in enumerate(receive_peers)],
-            [(peer, 0, answers[i : i + 1]) for i, peer in enumerate(send_peers)],
-        )
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._wire.device)
+        received, sent = self._wire.post([(p, 0, byte) for p in receive_peers], [(p, 0, byte) for p in send_peers])
         for peer, work in zip((*receive_peers, *send_peers), (*received, *sent), strict=True):
             self.wait(work, f"the first message from or to worker {peer}")
-        return [peer for peer, did in zip(receive_peers, arriving.tolist(), strict=True) if did]
 
     def wait(self, work: Work, doing: str) -> None:
         """Wait for an operation.
@@ -89,3 +85,8 @@ class Peers:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise MigrationError(f"worker {self._worker}: {doing} failed: {first_line(error)}") from error
+
+    def _absent(self, error: RuntimeError) -> MigrationError:
+        return MigrationError(
+            f"worker {self._worker}: not every worker takes part in the migration: {first_line(error)}"
+        )

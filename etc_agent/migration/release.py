@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 
-from etc_agent.migration.binding import BoundRound, LocalCopies, same_memory
+from etc_agent.migration.binding import BoundMessage, BoundRound, LocalCopies, same_memory
 from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.carrying import refers_to_carry
 from etc_agent.migration.check import check_tensors, describe, needed_shards
-from etc_agent.migration.engine import Migration
+from etc_agent.migration.engine import Migration, contents
+from etc_agent.migration.landing import Clearances, Landing, share_landing
 from etc_agent.migration.lifetimes import Step, default_budget_bytes, lifetimes_of
+from etc_agent.migration.memory_file import can_share
 from etc_agent.migration.report import SpanRecorder
 from etc_agent.migration.schedule import WINDOW
 from etc_agent.migration.storage import OnDemand
+from etc_agent.migration.wire import Operation
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 from etc_agent.state.algebra import subtract_all
 from etc_agent.state.boxes import Box
@@ -72,9 +75,15 @@ class ReleasingMigration(Migration):
         self._arrived: list[Transfer] = []
         self._copied: list[Refer] = []
         self.peak_bytes = 0
+        self._landing = Landing(worker)
+        self._clearances = Clearances(self._wire.bells, self._schedule)
         self._new_bytes = new_bytes = sum(shard.num_bytes for shard in new_shards)
         sizes = [shard.num_bytes for shard in (*sources, *new_shards)]
         self.budget_bytes = budget_bytes or default_budget_bytes(self._on_demand.old_bytes, new_bytes, sizes)
+
+    @property
+    def staging_bytes(self) -> int:
+        return super().staging_bytes + self._landing.my_area.num_bytes
 
     def prepare(self) -> None:
         """Check the budget, agree on the plan with every other worker, warm the connections, touch staging buffers.
@@ -82,6 +91,10 @@ class ReleasingMigration(Migration):
         Raises:
             MigrationError: the budget of a worker is too small, or as for `Migration.prepare`.
         """
+        on_host = self._device.type == self._wire.device.type == "cpu"
+        self._landing = share_landing(self._plan, self._worker, self._peers, wanted=on_host and can_share())
+        self._share(self._landing.neighbours, self._landing)
+        self._clearances = Clearances(self._wire.bells, self._schedule)
         self._bind()
         freed = self._on_demand.freed_bytes(self._lifetimes)
         peak = self._lifetimes.peak_bytes(self._on_demand.old_bytes, freed, WINDOW) + self.staging_bytes
@@ -95,7 +108,7 @@ class ReleasingMigration(Migration):
             )
             self._staging = None
         self._peers.agree(complaint, None)
-        self._peers.meet(self._schedule, ())
+        self._peers.meet(self._schedule)
         # What the run will hold at its peak anyway may as well be there from the start.
         self._on_demand.touch_ahead(peak - self.staging_bytes - self._on_demand.old_bytes)
         self._limit()
@@ -199,6 +212,13 @@ class ReleasingMigration(Migration):
     def _done(self, number: int) -> None:
         self._arrived += [t for message in self._schedule.rounds[number].receives for t in message.transfers]
         self._on_demand.close(self._lifetimes.rounds[number])
+        self._clearances.grant(number + WINDOW)
+
+    def _packed(self, bound: BoundMessage) -> Operation:
+        message = bound.message
+        if (clearance := self._clearances.of(message)) is not None:
+            self._peers.wait(clearance, f"waiting for room for {contents(message)} at worker {message.peer}")
+        return super()._packed(bound)
 
     def _open(self, step: Step, number: int) -> None:
         self._on_demand.open(step)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etc_agent.migration.contiguous import is_contiguous_in
+from etc_agent.migration.landing import area_of
 from etc_agent.migration.lifetimes import default_budget_bytes, lifetimes_of
-from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedule_for
+from etc_agent.migration.neighbours import pairs_of_hosts
+from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedules_for
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import Box
@@ -41,31 +43,58 @@ def plan_release(
         budgets.append(budget_bytes or default_budget_bytes(old_bytes, new_bytes, sizes))
         slack = min(slack, budgets[-1] - max(old_bytes, new_bytes)) if new_bytes else slack
         largest = max(largest, old_bytes, new_bytes)
-    round_bytes, smallest_bytes = min(_LARGEST_ROUND_BYTES, largest), max(1, slack // _SMALLEST_PART)
-    while True:
-        plan = make_plan(previous, current, round_bytes=round_bytes, nodes=nodes)
-        round_bytes = int(round_bytes * _FINER)
-        if round_bytes <= smallest_bytes or all(
-            expected_peak_bytes(plan, worker, previous[worker]) <= budget for worker, budget in enumerate(budgets)
-        ):
-            return plan
+    sizes = [min(_LARGEST_ROUND_BYTES, largest)]
+    while sizes[-1] * _FINER > max(1, slack // _SMALLEST_PART):
+        sizes.append(int(sizes[-1] * _FINER))
+
+    def planned(round_bytes: int) -> MigrationPlan:
+        return make_plan(previous, current, round_bytes=round_bytes, nodes=nodes)
+
+    def fits(plan: MigrationPlan) -> bool:
+        peaks = expected_peaks_bytes(plan, previous, nodes)
+        return all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+
+    largest_rounds = planned(sizes[0])
+    if fits(largest_rounds):
+        return largest_rounds
+    # Smaller rounds need less: halve the range of sizes in which the largest that fits must be.
+    first, last, found = 1, len(sizes) - 1, None
+    while first < last:
+        middle = (first + last) // 2
+        plan = planned(sizes[middle])
+        if fits(plan):
+            last, found = middle, plan
+        else:
+            first = middle + 1
+    return found or planned(sizes[-1])
 
 
-def expected_peak_bytes(plan: MigrationPlan, worker: int, previous: Manifest) -> int:
-    """Most bytes that a worker holds at once, staging included, if each of its old shards has a storage of its own."""
-    schedule = schedule_for(plan, worker)
-    sizes = {shard: shard.num_bytes for shard in previous}
-    held = lifetimes_of(schedule, previous).peak_bytes(sum(sizes.values()), sizes, WINDOW)
-    return held + _staging_bytes(schedule)
+def expected_peaks_bytes(
+    plan: MigrationPlan, previous: Sequence[Manifest], nodes: Sequence[int] | None = None
+) -> list[int]:
+    """Most bytes that each worker holds at once, staging included, if each of its old shards has a storage of its own;
+    whether or not the workers of a node share their landing areas. `nodes`: as for `make_plan`."""
+    hosts = [f"node {node}" for node in nodes or [0] * plan.num_workers]
+    sharing = schedules_for(plan, pairs_of_hosts(plan, hosts))
+    peaks = []
+    for manifest, alone, together in zip(previous, schedules_for(plan), sharing, strict=True):
+        sizes = {shard: shard.num_bytes for shard in manifest}
+        held = lifetimes_of(alone, manifest).peak_bytes(sum(sizes.values()), sizes, WINDOW)
+        peaks.append(held + max(_staging_bytes(alone), area_of(together).num_bytes + _staging_bytes(together)))
+    return peaks
 
 
 def _staging_bytes(schedule: Schedule) -> int:
     needs = [
-        sum(aligned(m.num_bytes) for m in r.sends if not _in_place(m, m.transfers[0].source_box))
-        + sum(aligned(m.num_bytes) for m in r.receives if not _in_place(m, m.transfers[0].target_box))
+        sum(_staged_bytes(m, m.transfers[0].source_box) for m in r.sends)
+        + sum(_staged_bytes(m, m.transfers[0].target_box) for m in r.receives)
         for r in schedule.rounds
     ]
     return sum(max(needs[slot::WINDOW], default=0) for slot in range(WINDOW))
+
+
+def _staged_bytes(message: Message, outer: Box) -> int:
+    return 0 if message.shared or _in_place(message, outer) else aligned(message.num_bytes)
 
 
 def _in_place(message: Message, outer: Box) -> bool:

@@ -77,12 +77,36 @@ def schedule_for(plan: MigrationPlan, worker: int, shared_pairs: Collection[tupl
 
     `shared_pairs`: (source, target) whose source writes into the target's memory.
     """
+    rounds = [[t for t in transfers if worker in (t.source, t.target)] for transfers in plan.rounds]
+    return _schedule(worker, [refer for refer in plan.refers if refer.worker == worker], rounds, shared_pairs)
+
+
+def schedules_for(plan: MigrationPlan, shared_pairs: Collection[tuple[int, int]] = ()) -> list[Schedule]:
+    """`schedule_for` every worker, in one pass over the plan."""
+    workers = range(plan.num_workers)
+    rounds: list[list[list[Transfer]]] = [[[] for _ in plan.rounds] for _ in workers]
+    refers: list[list[Refer]] = [[] for _ in workers]
+    for number, transfers in enumerate(plan.rounds):
+        for transfer in transfers:
+            for worker in {transfer.source, transfer.target}:
+                rounds[worker][number].append(transfer)
+    for refer in plan.refers:
+        refers[refer.worker].append(refer)
+    return [_schedule(worker, refers[worker], rounds[worker], shared_pairs) for worker in workers]
+
+
+def _schedule(
+    worker: int,
+    refers: Sequence[Refer],
+    rounds: Sequence[Sequence[Transfer]],
+    shared_pairs: Collection[tuple[int, int]],
+) -> Schedule:
     next_tag: dict[tuple[int, int], int] = defaultdict(lambda: 1)
-    rounds = []
-    for transfers in plan.rounds:
+    scheduled = []
+    for transfers in rounds:
         by_pair: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         for transfer in transfers:
-            if worker in (transfer.source, transfer.target) and transfer.num_bytes:
+            if transfer.num_bytes:
                 by_pair[transfer.source, transfer.target].append(transfer)
         sends: list[Message] = []
         receives: list[Message] = []
@@ -92,8 +116,8 @@ def schedule_for(plan: MigrationPlan, worker: int, shared_pairs: Collection[tupl
             for group in [items] if shared else _grouped(items):
                 mine.append(_message(peer, next_tag[source, target], group, shared))
                 next_tag[source, target] += 1
-        rounds.append(Round(tuple(sends), tuple(receives)))
-    return Schedule(tuple(refer for refer in plan.refers if refer.worker == worker), tuple(rounds))
+        scheduled.append(Round(tuple(sends), tuple(receives)))
+    return Schedule(tuple(refers), tuple(scheduled))
 
 
 def _grouped(transfers: Sequence[Transfer]) -> list[Sequence[Transfer]]:

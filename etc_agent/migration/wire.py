@@ -13,8 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-Operation = tuple[int, int, torch.Tensor]
-"""Peer, tag and the flat uint8 tensor to send or to receive into."""
+from etc_agent.migration.bells import Bells, Rung
+
+Operation = tuple[int, int, torch.Tensor | None]
+"""Peer, tag and the flat uint8 tensor to send or to receive into; None where both ends share memory, and the bell alone
+is rung or heard."""
 
 
 class Work(Protocol):
@@ -33,6 +36,13 @@ class _FailedWork:
         raise self._error
 
 
+class _Done:
+    """An operation that needs no more."""
+
+    def wait(self, timeout: datetime.timedelta) -> bool:
+        return True
+
+
 def _start(post: Callable[[list[torch.Tensor], int, int], Work], peer: int, tag: int, buffer: torch.Tensor) -> Work:
     try:
         return post([buffer], peer, tag)
@@ -45,10 +55,14 @@ class Wire:
 
     Args:
         group: a raw backend (`ProcessGroupGloo`, `ProcessGroupNCCL`) or a `ProcessGroup` around one.
+
+    Attributes:
+        bells: of the peers that this worker shares memory with.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.bells = Bells(())
         self.is_nccl = "nccl" in str(group.name()).lower()
 
     @property
@@ -76,8 +90,20 @@ class Wire:
         if self.is_nccl:
             return self._post_grouped(receives, list(sends))
         # Receives first: a gloo sender that finds its receiver waiting starts at once.
-        received = [_start(self._group.recv, *operation) for operation in receives]
-        return received, [_start(self._group.send, *operation) for operation in sends]
+        received = [self._receive(*operation) for operation in receives]
+        return received, [self._send(*operation) for operation in sends]
+
+    def _receive(self, peer: int, tag: int, buffer: torch.Tensor | None) -> Work:
+        return Rung(self.bells, peer, tag) if buffer is None else _start(self._group.recv, peer, tag, buffer)
+
+    def _send(self, peer: int, tag: int, buffer: torch.Tensor | None) -> Work:
+        if buffer is not None:
+            return _start(self._group.send, peer, tag, buffer)
+        try:
+            self.bells.ring(peer, tag)
+        except RuntimeError as error:
+            return _FailedWork(error)
+        return _Done()
 
     def _post_grouped(self, receives: Sequence[Operation], sends: Sequence[Operation]) -> tuple[list[Work], list[Work]]:
         """One group launch for all: receives launched before sends would wait for each other across workers. NCCL has

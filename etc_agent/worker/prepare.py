@@ -115,6 +115,8 @@ class PreparedGeneration:
         if self.next is not None:
             self.next.world.close()
         self.next = None
+        if self.migration is not None:
+            self.migration.close()
         self.group = self.migration = None  # type: ignore[assignment]
 
 
