@@ -16,8 +16,6 @@ from etc_agent.rendezvous.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 LEASE_S = 4
-# A lost node is believed lost a little after its lease, and new workers have to start; both on a machine that is busy.
-NOTICED_WITHIN_S = 2 * LEASE_S + 10
 
 NO_NETEM = "qdisc kind is unknown"
 """What tc says of a kernel without it."""
@@ -69,14 +67,14 @@ def test_a_cable_can_be_pulled_and_plugged_in_again(network: Network) -> None:
 def test_a_cable_can_be_made_slow(network: Network) -> None:
     host, other = network.hosts[:2]
     try:
-        network.delay(host, 200)
+        network.delay(host, 1000)
     except OSError as error:
         if NO_NETEM not in str(error):
             raise
         pytest.skip(f"this kernel has no netem: {error}")
     taken_s = [connects(one, 5.0) for one in (host, other)]
-    assert (taken_s[0] or 0) >= 0.2
-    assert (taken_s[1] or 1) < 0.2
+    assert (taken_s[0] or 0) >= 1
+    assert (taken_s[1] or 1) < 1
 
 
 def test_the_node_of_leader_store_and_rank_0_is_cut_off_and_done_without_and_comes_back(
@@ -97,12 +95,11 @@ def test_the_node_of_leader_store_and_rank_0_is_cut_off_and_done_without_and_com
     (rank_0,) = {line["pid"] for line in steps_of(tmp_path) if line["rank"] == 0}
 
     network.cut(cut)
-    wait_until(
-        lambda: any(line["generation"] > before for line in steps_of(tmp_path)), "steps without it", NOTICED_WITHIN_S
-    )
+    wait_until(lambda: any(line["generation"] > before for line in steps_of(tmp_path)), "steps without it")
     assert not is_running(rank_0), "the node that is cut off has stopped its worker by itself"
     new = [line for line in steps_of(tmp_path) if line["generation"] > before]
     assert {line["env_world_size"] for line in new} == {2}
+    assert f"node {cut.address} was lost" in etcd.get(f"generations/{new[0]['generation']}")["reason"]
     begun = min(line["time"] for line in new)
     assert not [line for line in steps_of(tmp_path) if line["pid"] in old and line["time"] > begun], "one life"
 
