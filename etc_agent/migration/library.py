@@ -62,9 +62,9 @@ def migrate(
     backend = _backend_of(dist.group.WORLD if group is None else group, device)
     rank = int(backend.rank())
     needed = tuple(dict.fromkeys(need))
-    previous, current = _exchange(Wire(backend), tuple(have), needed, timeout_s)
+    previous, current, budgets = _exchange(Wire(backend), tuple(have), needed, budget_bytes, timeout_s)
     if mode == "release":
-        plan = plan_release(previous, current)
+        plan = plan_release(previous, current, budgets)
         releasing = ReleasingMigration(
             plan, rank, have, backend, timeout_s=timeout_s, device=device, budget_bytes=budget_bytes, verify=verify
         )
@@ -93,16 +93,16 @@ def _run(migration: Migration, rank: int, needed: Manifest, device: torch.device
 
 
 def _exchange(
-    wire: Wire, have: Manifest, need: Manifest, timeout_s: float
-) -> tuple[tuple[Manifest, ...], tuple[Manifest, ...]]:
-    """The manifests of all ranks, as JSON over the group."""
-    text = json.dumps([encode_manifest(have), encode_manifest(need)]).encode()
+    wire: Wire, have: Manifest, need: Manifest, budget_bytes: int | None, timeout_s: float
+) -> tuple[tuple[Manifest, ...], tuple[Manifest, ...], list[int | None]]:
+    """The manifests and budgets of all ranks, as JSON over the group."""
+    text = json.dumps([encode_manifest(have), encode_manifest(need), budget_bytes]).encode()
     try:
         texts = wire.gather_bytes(text, datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise MigrationError(f"rank {wire.rank}: not every rank called migrate(): {error}") from error
-    both = [[decode_manifest(manifest) for manifest in json.loads(text)] for text in texts]
-    return tuple(old for old, _ in both), tuple(new for _, new in both)
+    old, new, budgets = zip(*map(json.loads, texts), strict=True)
+    return tuple(map(decode_manifest, old)), tuple(map(decode_manifest, new)), list(budgets)
 
 
 def _backend_of(group: Any, device: torch.device) -> Any:

@@ -17,6 +17,8 @@ from etc_agent.state.layout import Manifest
 _LARGEST_ROUND_BYTES = 64 << 20
 _SMALLEST_PART = 64
 """Rounds of less than this part of what a budget has on top cost more time than they save memory."""
+_MOST_ROUNDS = 4096
+"""About so many at most, however small the budget."""
 _FINER = 0.8
 """From one size of rounds that was tried to the next."""
 
@@ -24,27 +26,28 @@ _FINER = 0.8
 def plan_release(
     previous: Sequence[Manifest],
     current: Sequence[Manifest],
-    budget_bytes: int | None = None,
+    budget_bytes: int | Sequence[int | None] | None = None,
     nodes: Sequence[int] | None = None,
 ) -> MigrationPlan:
     """The plan that turns `previous` into `current`, where entry i of both is worker i's manifest.
 
-    `budget_bytes`: of every worker; by default each has its `default_budget_bytes`. The same on every worker. Where no
-    rounds fit, the plan has the smallest ones, and `ReleasingMigration.prepare` says who lacks how much. `nodes`: as
-    for `make_plan`.
+    `budget_bytes`: of every worker, or of each; by default its `default_budget_bytes`. The same on every worker. Where
+    no rounds fit, the plan has the smallest ones, and `ReleasingMigration.prepare` says who lacks how much. `nodes`:
+    as for `make_plan`.
 
     Raises:
         PlanError: as for `make_plan`.
     """
+    allowed = [budget_bytes] * len(previous) if budget_bytes is None or isinstance(budget_bytes, int) else budget_bytes
     budgets, slack, largest = [], _LARGEST_ROUND_BYTES, 1
-    for old, new in zip(previous, current, strict=True):
+    for old, new, budget in zip(previous, current, allowed, strict=True):
         old_bytes, new_bytes = (sum(shard.num_bytes for shard in manifest) for manifest in (old, new))
         sizes = [shard.num_bytes for shard in (*old, *new)]
-        budgets.append(budget_bytes or default_budget_bytes(old_bytes, new_bytes, sizes))
+        budgets.append(budget or default_budget_bytes(old_bytes, new_bytes, sizes))
         slack = min(slack, budgets[-1] - max(old_bytes, new_bytes)) if new_bytes else slack
         largest = max(largest, old_bytes, new_bytes)
     sizes = [min(_LARGEST_ROUND_BYTES, largest)]
-    while sizes[-1] * _FINER > max(1, slack // _SMALLEST_PART):
+    while sizes[-1] * _FINER > max(slack // _SMALLEST_PART, largest // _MOST_ROUNDS, 1):
         sizes.append(int(sizes[-1] * _FINER))
 
     def planned(round_bytes: int) -> MigrationPlan:

@@ -7,16 +7,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import etc_agent
+from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.release_plan import expected_peaks_bytes, plan_release
 from etc_agent.planner.errors import MissingSourceError
 from etc_agent.state.boxes import whole
 from etc_agent.state.layout import Manifest, Shard
 from tests.migration.processes import gloo, run_workers, values
 from tests.migration.states import grid, logical, same_bits, slice_of
 from tests.migration.test_engine import tp_layouts
+from tests.migration.test_release import matrices
 
 
 def right(found: dict[Shard, torch.Tensor]) -> bool:
@@ -52,6 +56,26 @@ def in_place_and_disjoint(rank: int, size: int, store: dist.Store) -> Any:
 def test_between_layouts_in_place_to_other_ranks_and_to_more_of_them() -> None:
     for outcomes in values(run_workers(in_place_and_disjoint, 4)):
         assert outcomes == [True] * 5
+
+
+def with_budgets(rank: int, size: int, store: dist.Store) -> Any:
+    """Rank 0 allows less than by default, which smaller rounds keep to; then next to nothing."""
+    group = gloo(store, "m", rank, size)
+    old, new = matrices(24, 2, 4, 4)
+    tight = expected_peaks_bytes(plan_release(old, new), old)[0] - (256 << 10)
+    have = {shard: slice_of(shard) for shard in old[rank]}
+    found = etc_agent.migrate(have, new[rank], group, mode="release", budget_bytes=tight if rank == 0 else None)
+    kept = {shard: slice_of(shard) for shard in old[rank]}
+    with pytest.raises(MigrationError) as refused:
+        etc_agent.migrate(kept, new[rank], group, mode="release", budget_bytes=1000 if rank == 0 else None)
+    return right(found), right(kept), str(refused.value)
+
+
+def test_each_rank_has_its_own_budget() -> None:
+    outcomes = values(run_workers(with_budgets, 4))
+    assert all(moved and kept for moved, kept, _ in outcomes)
+    assert "the budget is 1,000" in outcomes[0][2]
+    assert "worker 0 cannot take part" in outcomes[1][2]
 
 
 def footprint() -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ from etc_agent.migration.contiguous import is_contiguous_in
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.lifetimes import lifetimes_of
 from etc_agent.migration.release import ReleasingMigration
-from etc_agent.migration.release_plan import plan_release
+from etc_agent.migration.release_plan import expected_peaks_bytes, plan_release
 from etc_agent.migration.schedule import schedule_for
 from etc_agent.planner.errors import MissingSourceError
 from etc_agent.planner.migration import make_plan
@@ -141,6 +141,17 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_moves() -> None:
     assert "the budget is 300,000" in first
     assert "allow at least" in first
     assert second == "worker 1: worker 0 cannot take part; see its error"
+
+
+def test_a_plan_keeps_to_the_budget_of_each_worker() -> None:
+    old, new = matrices(24, 2, 4, 4)
+    usual = expected_peaks_bytes(plan_release(old, new), old)
+    tight = usual[0] - (256 << 10)
+    plan = plan_release(old, new, [tight, None, None, None])
+    assert expected_peaks_bytes(plan, old)[0] <= tight
+    assert len(plan.rounds) > len(plan_release(old, new).rounds)
+    assert len(plan_release(old, new, 1 << 40).rounds) == 1
+    assert len(plan_release(old, new, 1).rounds) < 10_000  # nothing fits, and nobody waits long to hear it
 
 
 def shared_storage(rank: int, size: int, store: dist.Store) -> Any:
