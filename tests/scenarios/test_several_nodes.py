@@ -140,7 +140,8 @@ def test_a_second_job_with_the_same_run_id_is_turned_away(
 def test_an_etcd_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path, cleanup: Cleanup) -> None:
     script = tmp_path / "never.py"
     script.write_text("raise SystemExit(9)")
-    job = cleanup(EtcRun("--nnodes", 1, "--rdzv-id", "job", "--etcd-endpoints", "127.0.0.1:1", script, cwd=tmp_path))
+    options = ("--nnodes", 1, "--rdzv-id", "job", "--rdzv-conf", "etcd_s=1", "--etcd-endpoints", "127.0.0.1:1")
+    job = cleanup(EtcRun(*options, script, cwd=tmp_path))
     assert job.wait() == 1
     (line,) = job.our_lines()
     assert "etcd does not answer at 127.0.0.1:1" in line
