@@ -17,7 +17,7 @@ from etc_agent.state.layout import Manifest
 _LARGEST_ROUND_BYTES = 64 << 20
 _SMALLEST_PART = 64
 """Rounds of less than this part of what a budget has on top cost more time than they save memory."""
-_MOST_ROUNDS = 4096
+_MOST_ROUNDS = 512
 """About so many at most, however small the budget."""
 _FINER = 0.8
 """From one size of rounds that was tried to the next."""

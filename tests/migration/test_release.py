@@ -151,7 +151,7 @@ def test_a_plan_keeps_to_the_budget_of_each_worker() -> None:
     assert expected_peaks_bytes(plan, old)[0] <= tight
     assert len(plan.rounds) > len(plan_release(old, new).rounds)
     assert len(plan_release(old, new, 1 << 40).rounds) == 1
-    assert len(plan_release(old, new, 1).rounds) < 10_000  # nothing fits, and nobody waits long to hear it
+    assert len(plan_release(old, new, 1).rounds) < 1000  # nothing fits, and nobody waits long to hear it
 
 
 def shared_storage(rank: int, size: int, store: dist.Store) -> Any:
