@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
 from etc_agent.planner.choose import NoConfigError, choose_config
 from etc_agent.reconfig.member import base_of
 from etc_agent.reconfig.view import View
@@ -130,3 +131,13 @@ def _largest(view: View, num_slots: int) -> ParallelConfig:
     return choose_config(
         num_slots, view.policy.allowed, committed.config if committed else view.policy.initial, feasible=feasible
     )
+
+
+def is_met(view: View, wanted: Wanted, generation: Generation) -> bool:
+    """Whether `generation` is what is wanted."""
+    if generation.is_held:
+        return False
+    try:
+        return isinstance(wanted, Largest) or meeting(view, wanted, view.num_usable_slots) == generation.config
+    except NoConfigError:
+        return False

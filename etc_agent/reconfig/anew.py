@@ -1,0 +1,73 @@
+"""Two decisions that end what is: every worker starts anew, or the job ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
+from etc_agent.planner.choose import NoConfigError
+from etc_agent.reconfig.failures import GiveUp, StartAnew, Verdict, below_min, judge, names
+from etc_agent.reconfig.records import Ack, History, Outcome, Phase, Reply, Result
+from etc_agent.reconfig.sizing import is_met, target
+from etc_agent.reconfig.view import Decision, View, Wait, Write, is_used, store_of
+from etc_agent.reconfig.wanted import parse_wanted
+
+SIGTERM_EXIT_CODE = 143
+
+
+def start_anew(view: View, reason: str) -> Decision:
+    """Start every worker anew on the usable nodes."""
+    current = view.current
+    try:
+        config = target(view, parse_wanted(current.wanted))
+    except NoConfigError as error:
+        return end(view, Outcome.FAILED, 1, f"no parallel config fits the {view.num_usable_slots} slots: {error}")
+    slots = [Slot(node.name, index) for node in view.usable for index in range(node.num_slots)]
+    store = store_on(view, slots[0].node)
+    if is_used(store, view.generations):  # its node is about to publish a new one
+        return Wait(why=f"waiting for {names([slots[0].node])} to open a new store")
+    generation = Generation(current.next_id, config, tuple(slots[: config.num_ranks]), store, previous=0, reason=reason)
+    settled = replace(
+        current, committed=generation.id, proposed=0, phase=Phase.IDLE, next_id=generation.id + 1, unreported=False
+    )
+    started = History(
+        generation.id, str(config), 0, reason, "committed", started=config.num_ranks,
+        stopped=view.committed.config.num_ranks if view.committed else 0,
+    )
+    reply = None
+    if current.pending_scale and not is_met(view, parse_wanted(current.wanted), generation):
+        waiting = f"waiting for nodes: {reason}"
+        reply = Reply(current.wanted, current.pending_scale, Result.PENDING, waiting, generation.id)
+    return Write(settled, generation=generation, reply=reply, history=started)
+
+
+def lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
+    """What the loss of nodes, and failures in `acks`, call for; None where there are none."""
+    return carry_out(view, judge(view, committed, acks))
+
+
+def carry_out(view: View, verdict: Verdict | None) -> Decision | None:
+    """A verdict as a decision."""
+    match verdict:
+        case StartAnew(current, reason):
+            return carry_out(view, below_min(view, reason)) or start_anew(replace(view, current=current), reason)
+        case GiveUp(exit_code, why):
+            return end(view, Outcome.FAILED, exit_code, why)
+    return verdict
+
+
+def end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:
+    """The job is over, and whoever waits for a size is told so."""
+    current, reply = view.current, None
+    if current.pending_scale:
+        message = f"the job {outcome}: {why}"
+        reply = Reply(current.wanted, current.pending_scale, Result.REFUSED, message)
+    ended = replace(current, outcome=outcome, exit_code=exit_code, why=why, proposed=0, pending_scale=0)
+    return Write(replace(ended, phase=Phase.IDLE), reply=reply)
+
+
+def store_on(view: View, node: str) -> str:
+    """The store that a usable node offers."""
+    (record,) = (record for record in view.nodes if record.name == node)
+    return store_of(record)

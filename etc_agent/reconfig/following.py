@@ -1,0 +1,126 @@
+"""The leader's decisions while a proposed generation is on its way: armed, committed or withdrawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.anew import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed
+from etc_agent.reconfig.failures import names, without
+from etc_agent.reconfig.records import Ack, History, Outcome, Phase, Reply, Result, first_cause, slowest
+from etc_agent.reconfig.sizing import is_met
+from etc_agent.reconfig.view import Decision, View, Wait, Write
+from etc_agent.reconfig.wanted import parse_wanted
+
+
+def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
+    """The next thing to do about `proposed`, which is to replace `committed`."""
+    nodes = tuple(dict.fromkeys((*committed.nodes, *proposed.nodes)))
+    old = [view.ack(committed.id, node) for node in committed.nodes]
+    new = [view.ack(proposed.id, node) for node in nodes]
+    armed = view.current.phase is Phase.ARMED
+    if (history := stop_time(view, committed, old)) is not None:
+        return Write(replace(view.current, unreported=False), history=history)
+    if all(ack.finished for ack in old):
+        return end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
+    if all(ack.switched for ack in new):
+        return _commit(view, committed, proposed, new)
+    if not view.usable:
+        return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
+    joiner = first_cause(ack.failure for ack in new if ack.failure) if armed else None
+    if joiner and not joiner.kind.is_hang and not any(ack.failure for ack in old):
+        # Those of the committed generation say what came of it: they may train on as if nothing had been.
+        counting = [*old, *(replace(ack, failure=None) for ack in new)]
+    else:
+        counting = old + new if armed else old
+    if (decision := lost_or_failed(view, committed, counting)) is not None:
+        return decision
+    if armed:
+        if (missing := view.lost(nodes)) and (decision := carry_out(view, without(view, missing))) is not None:
+            return decision
+        if refusals := [ack for ack in new if ack.refused]:
+            # The migration was voted down, so nobody is in the new generation and nobody will be.
+            why = f"{refusals[0].node}: {refusals[0].refused}"
+            return _withdraw(view, proposed, f"{joiner.slot}: {joiner.error}" if joiner else why, give_up=True)
+        if view.phase_s >= view.policy.switch_s:
+            if joiner and (decision := lost_or_failed(view, committed, old + new)) is not None:
+                return decision
+            limit = f"{view.policy.switch_s:g} s (timeouts.switch_s)"
+            why = f"generation {proposed.id} was armed and did not switch in {limit}"
+            return end(view, Outcome.FAILED, 1, why)
+        return Wait(view.policy.switch_s - view.phase_s)
+    return _prepare(view, committed, proposed, old, new)
+
+
+def _prepare(view: View, committed: Generation, proposed: Generation, old: list[Ack], new: list[Ack]) -> Decision:
+    for ack in new:
+        if ack.refused:
+            return _withdraw(view, proposed, f"{ack.node} cannot take part: {ack.refused}", give_up=True)
+        if ack.failure:
+            return _withdraw(view, proposed, f"{ack.failure.slot}: {ack.failure.error}", give_up=True)
+    if any(ack.finished for ack in old):
+        return _withdraw(view, proposed, "the job is finishing", give_up=True)
+    gone = [node for node in proposed.nodes if node not in view.live or node in view.leaving]
+    gone += [ack.node for ack in new if ack.lost]
+    if gone:
+        return _withdraw(view, proposed, f"{names(gone)} left before it was ready", give_up=False)
+    digests = {ack.prepared for ack in new}
+    if "" not in digests:
+        if len(digests) > 1:
+            return _withdraw(view, proposed, "the workers computed different migration plans", give_up=True)
+        return Write(replace(view.current, phase=Phase.ARMED))
+    if view.phase_s >= view.policy.prepare_s:
+        slow = [ack.node for ack in new if not ack.prepared]
+        why = f"{names(slow)} was not ready within {view.policy.prepare_s:g} s (timeouts.prepare_s)"
+        return _withdraw(view, proposed, why, give_up=True)
+    return Wait(view.policy.prepare_s - view.phase_s)
+
+
+def _withdraw(view: View, proposed: Generation, why: str, *, give_up: bool) -> Write:
+    """Drop the proposed generation. With `give_up`, whoever wanted it is told no; else it is tried again."""
+    current = replace(view.current, proposed=0, phase=Phase.IDLE)
+    history = History(proposed.id, str(proposed.config), proposed.previous, proposed.reason, "withdrawn", why)
+    reply = None
+    if give_up:
+        if current.pending_scale:
+            reply = Reply(current.wanted, current.pending_scale, Result.REFUSED, why, proposed.id)
+            current = replace(current, wanted=current.wanted_before, pending_scale=0)
+        current = replace(current, avoid=tuple(dict.fromkeys((*current.avoid, str(proposed.config)))))
+    return Write(current, reply=reply, history=history)
+
+
+def _commit(view: View, committed: Generation, proposed: Generation, acks: list[Ack]) -> Write:
+    before, after = set(committed.placement), set(proposed.placement)
+    current = replace(
+        view.current,
+        committed=proposed.id,
+        proposed=0,
+        phase=Phase.IDLE,
+        unreported=not proposed.is_held,
+        wanted_before=view.current.wanted,
+    )
+    history = History(
+        proposed.id, str(proposed.config), committed.id, proposed.reason, "committed",
+        step=max(ack.step for ack in acks),
+        kept=len(before & after), started=len(after - before), stopped=len(before - after),
+        moved_bytes=sum(ack.received_bytes for ack in acks),
+        phases_ms=slowest(ack.phases_ms for ack in acks),
+        prepare_ms=slowest(ack.prepare_ms for ack in acks),
+    )
+    reply = None
+    if current.pending_scale and is_met(view, parse_wanted(current.wanted), proposed):
+        message = f"the job runs as {proposed.config} from step {history.step}"
+        reply = Reply(current.wanted, current.pending_scale, Result.DONE, message, proposed.id)
+        current = replace(current, pending_scale=0)
+    return Write(current, reply=reply, history=history)
+
+
+def stop_time(view: View, committed: Generation, acks: list[Ack]) -> History | None:
+    """The committed generation's history once more, when every worker has ended its first step in it."""
+    if not view.current.unreported or any(ack.stop_ms is None for ack in acks):
+        return None
+    previous = view.generations[committed.previous]
+    nodes = dict.fromkeys((*previous.nodes, *committed.nodes))
+    write = _commit(view, previous, committed, [view.ack(committed.id, node) for node in nodes])
+    assert write.history is not None
+    return replace(write.history, stop_ms=max(ack.stop_ms or 0.0 for ack in acks))
