@@ -2,7 +2,8 @@
 
 A pipe per pair and direction, opened through /proc like the memory itself, and a tag of four bytes. A byte through the
 process group would do as well, but wakes a thread on both ends before the one that waits; with rounds of a few
-megabytes that took longer than the copies. A peer that dies closes its end, and who waits for it hears at once.
+megabytes that took longer than the copies. A peer that dies closes its end, and who waits for it hears at once: a child
+that it has forked (a dataloader's worker) may live on, and so closes what it has inherited.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import os
 import select
 import struct
 import time
+import weakref
 from collections.abc import Iterable
 
 _TAG = struct.Struct("<I")
+_all: weakref.WeakSet[Bells] = weakref.WeakSet()
 
 
 class Bells:
@@ -25,6 +28,9 @@ class Bells:
 
     Attributes:
         doors: by peer, what it needs to `open_to` this worker.
+
+    Raises:
+        OSError: no descriptors are left.
     """
 
     def __init__(self, peers: Iterable[int]) -> None:
@@ -33,6 +39,7 @@ class Bells:
         self._own_ends: list[int] = []
         self._heard: set[tuple[int, int]] = set()
         self.doors: dict[int, tuple[int, int]] = {}
+        _all.add(self)
         for peer in peers:
             self._hears[peer], own_end = os.pipe()
             self._own_ends.append(own_end)
@@ -90,6 +97,14 @@ class Bells:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _close_in_a_child() -> None:
+    for bells in list(_all):
+        bells.close()
+
+
+os.register_at_fork(after_in_child=_close_in_a_child)
 
 
 class Rung:

@@ -58,10 +58,30 @@ def check_tensors(
                 f"{where}: expected {shard.tensor.dtype} of {shard.tensor.itemsize} bytes from the manifest, "
                 f"got {dtype_name(tensor.dtype)} of {tensor.element_size()} bytes"
             )
+        if tensor.is_conj() or tensor.is_neg():
+            raise MigrationError(
+                f"{where}: expected plain bits, got a view that is conjugated or negated when it is read; "
+                f"bring tensor.resolve_conj().resolve_neg()"
+            )
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             raise MigrationError(
                 f"{where}: expected a dense tensor with storage, got one on device {tensor.device} "
                 f"with layout {tensor.layout}"
+            )
+
+
+def check_dtypes(worker: int, shards: Iterable[Shard]) -> None:
+    """Check that tensors of these shards can be made.
+
+    Raises:
+        MigrationError: naming worker, tensor and box.
+    """
+    for shard in shards:
+        dtype = getattr(torch, shard.tensor.dtype, None)
+        if not isinstance(dtype, torch.dtype) or dtype.itemsize != shard.tensor.itemsize:
+            raise MigrationError(
+                f"worker {worker}: new shard of {describe(shard.tensor, shard.box)}: "
+                f"{shard.tensor.dtype!r} is no dtype of torch with {shard.tensor.itemsize} bytes"
             )
 
 

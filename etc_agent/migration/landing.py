@@ -85,12 +85,18 @@ def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: boo
         return area_of(schedule_for(plan, of, all_pairs)).num_bytes
 
     size = size_of(worker)
-    file = MemoryFile(size) if wanted and size else None
+    file = None
+    if wanted and size:
+        try:
+            file = MemoryFile(size)
+        except OSError:
+            wanted = False
     neighbours = find_neighbours(plan, worker, peers, file, size_of, wanted=wanted)
     area = area_of(schedule_for(plan, worker, neighbours.pairs))
     mine = torch.empty(0, dtype=torch.uint8)
     if file is not None and area.num_bytes:
-        mine = torch.frombuffer(file.memory.part(0, size, gives_back=False), dtype=torch.uint8)
+        # A child that was forked meanwhile has the file mapped for as long as it lives.
+        mine = torch.frombuffer(file.memory.part(0, size, gives_back=True), dtype=torch.uint8)
         touch(mine[: area.num_bytes])
     theirs = {
         target: (torch.frombuffer(memory, dtype=torch.uint8), area_of(schedule_for(plan, target, neighbours.pairs)))

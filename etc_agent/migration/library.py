@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from etc_agent.migration.check import check_dtypes, check_tensors
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.memory_file import can_share
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
-from etc_agent.migration.shared import SharedMemory
+from etc_agent.migration.shared import shared_memory_for
 from etc_agent.migration.wire import Wire
 from etc_agent.planner.migration import make_plan
 from etc_agent.state.encoding import decode_manifest, encode_manifest
@@ -54,7 +54,8 @@ def migrate(
 
     Raises:
         PlanError: the shards of the ranks contradict each other, or a needed box is on no rank.
-        MigrationError: a tensor is unlike its shard, a rank was lost, or the budget is too small.
+        MigrationError: a tensor is unlike its shard, ranks ask for different modes, a rank was lost, or the budget is
+            too small.
     """
     if mode not in ("keep", "release"):
         raise ValueError(f"mode must be 'keep' or 'release', not {mode!r}")
@@ -62,7 +63,8 @@ def migrate(
     backend = _backend_of(dist.group.WORLD if group is None else group, device)
     rank = int(backend.rank())
     needed = tuple(dict.fromkeys(need))
-    previous, current, budgets = _exchange(Wire(backend), tuple(have), needed, budget_bytes, timeout_s)
+    asked = {"mode": mode, "verify": verify}
+    previous, current, budgets = _exchange(Wire(backend), have, needed, asked, budget_bytes, timeout_s)
     if mode == "release":
         plan = plan_release(previous, current, budgets)
         releasing = ReleasingMigration(
@@ -70,7 +72,7 @@ def migrate(
         )
         return _run(releasing, rank, needed, device)
     plan = make_plan(previous, current)
-    memory = SharedMemory(plan, rank) if device.type == "cpu" and can_share() else None
+    memory = shared_memory_for(plan, rank, device)
     targets = {} if memory is None else dict(memory.tensors)
     for shard in needed:
         if shard in have:
@@ -93,16 +95,46 @@ def _run(migration: Migration, rank: int, needed: Manifest, device: torch.device
 
 
 def _exchange(
-    wire: Wire, have: Manifest, need: Manifest, budget_bytes: int | None, timeout_s: float
+    wire: Wire,
+    have: Mapping[Shard, torch.Tensor],
+    need: Manifest,
+    asked: Mapping[str, Any],
+    budget_bytes: int | None,
+    timeout_s: float,
 ) -> tuple[tuple[Manifest, ...], tuple[Manifest, ...], list[int | None]]:
-    """The manifests and budgets of all ranks, as JSON over the group."""
-    text = json.dumps([encode_manifest(have), encode_manifest(need), budget_bytes]).encode()
+    """The manifests and budgets of all ranks, as JSON over the group.
+
+    Args:
+        asked: what all ranks have to ask for alike.
+
+    Raises:
+        MigrationError: a rank did not call, brings what it cannot send, or asks for something else; the same on all.
+    """
+    complaint = _complaint(wire.rank, have, need)
+    manifests = [encode_manifest(tuple(have)), encode_manifest(need)]
+    text = json.dumps([*manifests, budget_bytes, asked, complaint]).encode()
     try:
         texts = wire.gather_bytes(text, datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise MigrationError(f"rank {wire.rank}: not every rank called migrate(): {error}") from error
-    old, new, budgets = zip(*map(json.loads, texts), strict=True)
+    old, new, budgets, wishes, complaints = zip(*map(json.loads, texts), strict=True)
+    for rank, (wish, complaint) in enumerate(zip(wishes, complaints, strict=True)):
+        if complaint:
+            raise MigrationError(complaint)
+        if wish != wishes[0]:
+            raise MigrationError(f"every rank must ask migrate() for the same: rank 0 asks for {wishes[0]}, "
+                                 f"rank {rank} for {wish}")
     return tuple(map(decode_manifest, old)), tuple(map(decode_manifest, new)), list(budgets)
+
+
+def _complaint(rank: int, have: Mapping[Shard, torch.Tensor], need: Iterable[Shard]) -> str | None:
+    """Why this rank cannot take part."""
+    try:
+        check_tensors(rank, "old", (), have)
+        check_dtypes(rank, need)
+    except MigrationError as error:
+        return str(error)
+    return None
 
 
 def _backend_of(group: Any, device: torch.device) -> Any:

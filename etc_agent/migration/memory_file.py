@@ -21,10 +21,11 @@ class MemoryFile:
     as anything that was made of `memory`, here or in a peer.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is no room for it, or no descriptor.
     """
 
     def __init__(self, size: int) -> None:
+        self._fd = -1
         self._fd = os.memfd_create("etc-run-state", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size)
         self.memory = Mapped(size, self._fd)
@@ -45,8 +46,12 @@ class MemoryFile:
 
 
 def describe(file: MemoryFile | None) -> bytes:
-    """What a peer needs to know of this worker's host and memory; at most `DESCRIPTION_BYTES` long."""
-    return f"{_host_identity()} {file.place() if file else ''}".encode()
+    """What a peer needs to know of this worker's host and memory; at most `DESCRIPTION_BYTES` long. Nothing, as of one
+    that does not share, where no descriptor is left to find out with."""
+    try:
+        return f"{_host_identity()} {file.place() if file else ''}".encode()
+    except OSError:
+        return b""
 
 
 def host_of(described: bytes) -> str:
@@ -57,10 +62,12 @@ def host_of(described: bytes) -> str:
 def map_described(described: bytes, size: int) -> ctypes.Array[ctypes.c_char] | None:
     """The `size` bytes that a peer described, or None where they are on another host, of another user, or gone."""
     fields = described.rstrip(b"\0").decode().split()
-    if len(fields) != 6 or fields[0] != _host_identity():
+    if len(fields) != 6:
         return None
     pid, fd, device, inode, real_size = map(int, fields[1:])
     try:
+        if fields[0] != _host_identity():
+            return None
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None

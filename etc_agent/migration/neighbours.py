@@ -50,16 +50,25 @@ def find_neighbours(
     pairs = pairs_of_hosts(plan, hosts)
     targets = {target for source, target in pairs if source == worker}
     mapped = {target: m for target in targets if (m := map_described(described[target], size_of(target))) is not None}
-    bells = Bells(sorted({other for pair in pairs if worker in pair for other in pair} - {worker}))
+    partners = sorted({other for pair in pairs if worker in pair for other in pair} - {worker})
+    bells = _bells_to(partners)
     doors = [json.loads(row) for row in peers.gather(json.dumps(bells.doors).encode())]
-    opened = [bells.open_to(peer, doors[peer][str(worker)]) for peer in bells.doors]
-    did = len(mapped) == len(targets) and all(opened)
+    opened = [str(worker) in doors[peer] and bells.open_to(peer, doors[peer][str(worker)]) for peer in bells.doors]
+    did = len(mapped) == len(targets) and len(opened) == len(partners) and all(opened)
     failed = {host for host, answer in zip(hosts, peers.gather(bytes([did])), strict=True) if answer == b"\0"}
     bells.all_opened()
     if hosts[worker] in failed:
         bells.close()
     pairs = pairs_of_hosts(plan, ["" if host in failed else host for host in hosts])
     return Neighbours(pairs, {target: m for target, m in mapped.items() if (worker, target) in pairs}, bells)
+
+
+def _bells_to(partners: Sequence[int]) -> Bells:
+    """To none of them where descriptors run out."""
+    try:
+        return Bells(partners)
+    except OSError:
+        return Bells(())
 
 
 def pairs_of_hosts(plan: MigrationPlan, hosts: Sequence[str]) -> frozenset[Pair]:

@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -96,14 +97,26 @@ def prefault(tensor: torch.Tensor) -> bool:
     return _advise(start, end, _MADV_POPULATE_WRITE)
 
 
-def shared_ranges() -> list[tuple[int, int]]:
-    """First and last address, exclusive, of all memory here that other processes may share."""
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Addresses from `start` to before `end`. `is_private`: writable memory that is no file's and that no other process
+    shares. `is_file`: what is written there, or taken away, changes a file that has a name."""
+
+    start: int
+    end: int
+    is_private: bool
+    is_file: bool
+
+
+def mapped_ranges() -> list[Range]:
+    """All memory of this process, by address."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, permissions, _ = line.split(maxsplit=2)
-        if permissions[3] == "s":
-            start, end = addresses.split("-")
-            found.append((int(start, 16), int(end, 16)))
+        addresses, permissions, _, _, inode, *path = line.split(maxsplit=5)
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        shared, anonymous = permissions[3] == "s", inode == "0"
+        named = not anonymous and not path[0].endswith(" (deleted)")
+        found.append(Range(start, end, not shared and anonymous and permissions[1] == "w", shared and named))
     return found
 
 

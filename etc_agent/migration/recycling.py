@@ -8,12 +8,13 @@ refuses, pages go back and fresh ones come by faults, as without it.
 from __future__ import annotations
 
 import mmap
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import torch
 
-from etc_agent.migration.pages import can_map, discard, move_pages, shared_ranges
+from etc_agent.migration.pages import Range, can_map, discard, mapped_ranges, move_pages
 
 _SMALLEST_MOVE_BYTES = 64 << 10
 """A system call and a range of addresses of its own for the kernel to keep: not for less than this."""
@@ -22,20 +23,29 @@ _SMALLEST_MOVE_BYTES = 64 << 10
 class SparePages:
     """Pages between their old and their new tensor. They count as held: `num_bytes`.
 
-    Made after all tensors that it will be offered: it looks up which memory is shared when it is made.
+    Made after all tensors that it will be offered: it looks up what memory they lie in when it is made.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        # Pages of a shared file would be in both places after a move.
-        self._shared = shared_ranges() if can_map else []
+        self._ranges = mapped_ranges() if can_map else []
+        self._starts = [each.start for each in self._ranges]
         self._spare: deque[tuple[torch.UntypedStorage, int, int]] = deque()
         self._carried: dict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
         """Whether the pages of a host storage are this process's alone."""
-        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        return not any(first < end and start < last for first, last in self._shared)
+        # Pages of a shared file would be in both places after a move, those of a file would bring its bytes along.
+        return all(each.is_private for each in self._ranges_of(storage))
+
+    def is_file(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a host storage lies in a file that somebody may still want."""
+        return any(each.is_file for each in self._ranges_of(storage))
+
+    def _ranges_of(self, storage: torch.UntypedStorage) -> list[Range]:
+        first = max(0, bisect_right(self._starts, storage.data_ptr()) - 1)
+        last = bisect_left(self._starts, storage.data_ptr() + storage.nbytes())
+        return [each for each in self._ranges[first:last] if each.end > storage.data_ptr()]
 
     def carry(self, storage: torch.UntypedStorage, start: int, size: int, to: int) -> tuple[int, int]:
         """Move the whole pages among `size` bytes from the address `start` inside `storage`, as if to the address `to`,

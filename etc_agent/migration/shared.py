@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from etc_agent.migration.bits import as_bits
-from etc_agent.migration.memory_file import MemoryFile
+from etc_agent.migration.memory_file import MemoryFile, can_share
 from etc_agent.migration.pages import prefault
 from etc_agent.migration.parcels import Parcel, lay_out, tensor_at, tensors_of
 from etc_agent.migration.schedule import Message
@@ -36,6 +36,9 @@ class SharedMemory:
     Attributes:
         tensors: shard -> contiguous tensor, each over a storage of exactly its bytes. The memory lives as long as any.
         file: where they are, for peers to map; None without any, or after `close`.
+
+    Raises:
+        OSError: there is no room, or no descriptor is left.
     """
 
     def __init__(self, plan: MigrationPlan, worker: int) -> None:
@@ -61,6 +64,16 @@ class SharedMemory:
         if self.file is not None:
             self.file.close()
             self.file = None
+
+
+def shared_memory_for(plan: MigrationPlan, worker: int, device: torch.device) -> SharedMemory | None:
+    """`SharedMemory` where the system has such memory and the process may have some more of it, else None."""
+    if device.type != "cpu" or not can_share():
+        return None
+    try:
+        return SharedMemory(plan, worker)
+    except OSError:
+        return None
 
 
 class PeerTensors:

@@ -68,7 +68,7 @@ class OnDemand:
 
     Args:
         sources: given up by the caller: their storages are emptied as the migration goes, whoever else refers to them.
-            A storage with bytes that no shard of `sources` covers stays.
+            A storage with bytes that no shard of `sources` covers stays, and so does one that is a file with a name.
         device: where new tensors go.
 
     Attributes:
@@ -91,7 +91,7 @@ class OnDemand:
         self._members: dict[int, set[Shard]] = defaultdict(set)
         for shard, tensor in sources.items():
             self._members[_storage_key(tensor)].add(shard)
-        self._pinned = {key for key, shards in self._members.items() if not self._covers(shards)}
+        self._pinned = {key for key, shards in self._members.items() if not self._may_empty(shards)}
         self.old_bytes = sum(
             self.sources[next(iter(shards))].untyped_storage().nbytes() for shards in self._members.values()
         )
@@ -253,10 +253,18 @@ class OnDemand:
         self._spare.shrink(room_bytes if self._to_come_bytes > 0 else 0)
         self.note()
 
-    def _covers(self, shards: set[Shard]) -> bool:
+    def _may_empty(self, shards: set[Shard]) -> bool:
+        """Whether a storage holds the tensors of `shards`, which are all in it, and nothing of anybody else."""
         tensors = [self.sources[shard] for shard in shards]
-        spans = {(t.data_ptr(), t.nbytes) for t in tensors}
-        return sum(size for _, size in spans) >= tensors[0].untyped_storage().nbytes()
+        storage = tensors[0].untyped_storage()
+        if storage.device.type == "cpu" and not tensors[0].is_pinned() and self._spare.is_file(storage):
+            return False
+        covered = storage.data_ptr()
+        for start, size in sorted((t.data_ptr(), t.nbytes) for t in tensors if _is_dense(t)):
+            if start > covered:
+                return False
+            covered = max(covered, start + size)
+        return covered >= storage.data_ptr() + storage.nbytes()
 
     def _empty(self, shard: Shard, device: torch.device) -> torch.Tensor:
         try:
@@ -266,6 +274,11 @@ class OnDemand:
                 f"worker {self._worker}: no memory for {shard.num_bytes} bytes of {shard.tensor.name!r} "
                 f"({dtype_name(getattr(torch, shard.tensor.dtype))}) on {device}: {error}"
             ) from error
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements, in whatever order, fill the memory from the first to the last of them."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
 
 
 def _page_of(address: int) -> int:

@@ -15,7 +15,7 @@ from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.wire import Wire, Work
 from etc_agent.planner.plan import Transfer
 
-_TAG = (1 << 31) - 1
+_TAG = (1 << 30) - 1
 _HASH_BYTES = 8
 
 

@@ -15,6 +15,9 @@ import torch
 
 from etc_agent.migration.bells import Bells, Rung
 
+_FIRST_TAG = 1 << 30
+"""The group may be a script's own: its messages have tags below this."""
+
 Operation = tuple[int, int, torch.Tensor | None]
 """Peer, tag and the flat uint8 tensor to send or to receive into; None where both ends share memory, and the bell alone
 is rung or heard."""
@@ -94,11 +97,13 @@ class Wire:
         return received, [self._send(*operation) for operation in sends]
 
     def _receive(self, peer: int, tag: int, buffer: torch.Tensor | None) -> Work:
-        return Rung(self.bells, peer, tag) if buffer is None else _start(self._group.recv, peer, tag, buffer)
+        if buffer is None:
+            return Rung(self.bells, peer, tag)
+        return _start(self._group.recv, peer, _FIRST_TAG + tag, buffer)
 
     def _send(self, peer: int, tag: int, buffer: torch.Tensor | None) -> Work:
         if buffer is not None:
-            return _start(self._group.send, peer, tag, buffer)
+            return _start(self._group.send, peer, _FIRST_TAG + tag, buffer)
         try:
             self.bells.ring(peer, tag)
         except RuntimeError as error:

@@ -20,11 +20,10 @@ import torch.distributed as dist
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, materialise, shards_of
 from etc_agent.migration.engine import Migration
-from etc_agent.migration.memory_file import can_share
 from etc_agent.migration.modes import Choice, Wish, choose_mode, free_bytes
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
-from etc_agent.migration.shared import SharedMemory
+from etc_agent.migration.shared import shared_memory_for
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.planner.migration import make_plan
@@ -177,7 +176,7 @@ def prepare(
                 plan = make_plan(old, new, nodes=nodes, forwarding=len(set(nodes)) > 1)
         with _phase(phases_ms, "allocate"):
             keeps = choice.mode == "keep"
-            memory = SharedMemory(plan, seat.worker) if keeps and device.type == "cpu" and can_share() else None
+            memory = shared_memory_for(plan, seat.worker, device) if keeps else None
             shared = {} if memory is None else memory.tensors
             targets = {}
             if keeps and state is not None and world is not None:

@@ -16,7 +16,7 @@ from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.release_plan import expected_peaks_bytes, plan_release
 from etc_agent.planner.errors import MissingSourceError
 from etc_agent.state.boxes import whole
-from etc_agent.state.layout import Manifest, Shard
+from etc_agent.state.layout import LogicalTensor, Manifest, Shard
 from tests.migration.processes import gloo, run_workers, values
 from tests.migration.states import grid, logical, same_bits, slice_of
 from tests.migration.test_engine import tp_layouts
@@ -113,3 +113,56 @@ def test_two_hundred_migrations_in_one_process_leave_nothing_behind() -> None:
         assert threads <= 0
         assert resident_kib < 12 << 10  # 140 states of 512 KiB would be 70 MiB
         assert shared <= 0
+
+
+def misfits(rank: int, size: int, store: dist.Store) -> list[str]:
+    """What every rank is told where one brings or asks for something else than it should."""
+    group = gloo(store, "m", rank, size)
+    shard = Shard(logical("w", (6, 4), torch.complex64), whole((6, 4)))
+    odd = [
+        (slice_of(shard).real, shard, "keep"),
+        (slice_of(shard)[:3], shard, "keep"),
+        (slice_of(shard).conj(), shard, "keep"),
+        (slice_of(shard), Shard(LogicalTensor("w", (6, 4), "float33", 8), whole((6, 4))), "keep"),
+        (slice_of(shard), shard, "release"),
+    ]
+    told = []
+    for case in odd:
+        have, need, mode = case if rank == 1 else (slice_of(shard), shard, "keep")
+        with pytest.raises(MigrationError) as caught:
+            etc_agent.migrate({shard: have}, [need], group, mode=mode, timeout_s=3600)
+        told.append(str(caught.value))
+    return told
+
+
+def test_all_ranks_are_told_at_once_which_one_does_not_fit() -> None:
+    first, *others = values(run_workers(misfits, 3))
+    assert all(told == first for told in others)
+    for said, expected in zip(
+        first, ("got float32 of 4", "got (3, 4)", "resolve_conj()", "'float33' is no dtype", "rank 1 for"), strict=True
+    ):
+        assert expected in said
+    assert all("worker 1:" in said and "'w' [0:6, 0:4]" in said for said in first[:4])
+
+
+def beside_traffic(rank: int, size: int, store: dist.Store) -> bool:
+    """A script's own receives are open while its group migrates."""
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size)
+    incoming = [torch.zeros(100) for _ in range(3)]
+    open_receives = [dist.irecv(t, src=1 - rank, tag=tag) for tag, t in enumerate(incoming)]
+    tensor = logical("w", (512, 512), torch.float32)
+    rows, columns = grid(tensor, (2, 1)), grid(tensor, (1, 2))
+    found = [
+        etc_agent.migrate({rows[rank]: slice_of(rows[rank])}, [columns[rank]], mode=mode, timeout_s=20)
+        for mode in ("keep", "release")
+    ]
+    for tag in range(3):
+        dist.send(torch.full((100,), float(tag)), dst=1 - rank, tag=tag)
+    for work in open_receives:
+        work.wait()
+    dist.destroy_process_group()
+    return all(map(right, found)) and all(bool((t == tag).all()) for tag, t in enumerate(incoming))
+
+
+def test_messages_of_a_script_over_the_same_group_are_left_alone() -> None:
+    assert values(run_workers(beside_traffic, 2)) == [True, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import etc_agent
 from etc_agent.migration import memory_file
 from etc_agent.migration.bells import Bells
 from etc_agent.migration.landing import area_of
@@ -67,6 +69,34 @@ def test_workers_of_a_host_share_all_or_none(hosts: str, unreachable: int | None
             assert bool(shared) == (expected[worker] != ".")
             assert all(expected[peer] == expected[worker] for peer in shared)
         assert left_over <= 0
+
+
+def without_descriptors(rank: int, size: int, store: dist.Store, mode: str) -> list[bool]:
+    """Worker 1 has two descriptors left, too few for memory and bells; then four, enough for some."""
+    old, new = matrices(12, 2, 4, 4)
+    right = []
+    for spare in (2, 4):
+        group = gloo(store, f"{mode}{spare}", rank, size)
+        have = {shard: slice_of(shard) for shard in old[rank]}
+        assert etc_agent.migrate({}, [], group) == {}  # its connections are made
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if rank == 1:
+            taken = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
+            filled = [os.dup(0) for _ in range(taken - len(os.listdir("/proc/self/fd")) + 1)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(filled) + 1 + spare, limits[1]))
+        found = etc_agent.migrate(have, new[rank], group, mode=mode, timeout_s=20)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        if rank == 1:
+            for fd in filled:
+                os.close(fd)
+        right.append(all(same_bits(found[shard], slice_of(shard)) for shard in new[rank]))
+    return right
+
+
+@pytest.mark.parametrize("mode", ["keep", "release"])
+def test_where_descriptors_run_out_bytes_go_over_the_group(mode: str) -> None:
+    for right in values(run_workers(without_descriptors, 4, mode)):
+        assert right == [True, True]
 
 
 def layouts() -> list[tuple[list[Manifest], list[Manifest]]]:
@@ -134,6 +164,22 @@ def test_bells_leave_no_descriptor_behind() -> None:
     del pair
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_child_that_was_forked_does_not_keep_a_bell_alive() -> None:
+    one, other = connected()
+    ended, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    one.close()
+    with pytest.raises(RuntimeError, match="ended or given up"):
+        other.wait(0, 1, 60)
+    os.close(end)
+    assert os.waitpid(child, 0)[1] == 0
+    os.close(ended)
 
 
 def test_a_worker_that_cannot_be_opened_to_is_told_from_one_that_can() -> None:

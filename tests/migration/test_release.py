@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +174,50 @@ def test_a_storage_that_a_kept_shard_shares_stays() -> None:
     assert kept == list(range(32))
     assert moved == list(range(32, 64))
     assert kept_bytes == 256
+
+
+def give_up(rank: int, size: int, store: dist.Store, kind: str, path: str) -> Any:
+    """Worker 0 gives up what it has, and says what is left of the memory around it."""
+    counted = torch.arange(400_000, dtype=torch.float32)
+    around = counted.clone()
+    if kind == "file":
+        counted.numpy().tofile(path)
+        around = torch.from_file(path, shared=True, size=400_000)
+    elif kind == "mapped read-only":
+        counted.numpy().tofile(path)
+        with open(path, "rb") as file:
+            read_only = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
+        around = torch.frombuffer(read_only, dtype=torch.float32)
+    views = {
+        "file": [around], "mapped read-only": [around], "repeated": [around[:1].expand(500_000)],
+        "overlapping": [around[:240_000], around[40_000:200_000]], "spaced": [around[::2], around[1:][::4]],
+    }[kind]
+    names = [logical(f"w{index}", tuple(view.shape), torch.float32) for index, view in enumerate(views)]
+    given = [Shard(t, whole(t.shape)) for t in names]
+    taken = Shard(logical("other", (500_000,), torch.float32), whole((500_000,)))
+    old: list[Manifest] = [tuple(given), (taken,)]
+    new: list[Manifest] = [(taken,), tuple(given)]
+    sources = dict(zip(given, views, strict=True)) if rank == 0 else {taken: slice_of(taken)}
+    expected = [view.clone() for view in views]
+    budget = 1 << 30
+    plan = plan_release(old, new, budget)
+    group = gloo(store, "m", rank, size)
+    migration = ReleasingMigration(plan, rank, sources, group, timeout_s=20, budget_bytes=budget)
+    migration.prepare()
+    migration.run()
+    if rank == 0:
+        on_disk = not os.path.exists(path) or torch.equal(torch.from_file(path, size=400_000), counted)
+        return same_bits(migration.targets[taken], slice_of(taken)), on_disk, torch.equal(around, counted)
+    return [same_bits(migration.targets[shard], value) for shard, value in zip(given, expected, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["file", "mapped read-only", "repeated", "overlapping", "spaced"])
+def test_memory_that_is_not_all_given_up_and_files_stay_as_they_are(kind: str, tmp_path: Path) -> None:
+    (arrived, on_disk, around), others = values(run_workers(give_up, 2, kind, str(tmp_path / "state")))
+    assert arrived
+    assert on_disk
+    assert around
+    assert all(others)
 
 
 def lose_a_peer(rank: int, size: int, store: dist.Store, replicated: bool) -> Any:
