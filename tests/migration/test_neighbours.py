@@ -72,18 +72,19 @@ def test_workers_of_a_host_share_all_or_none(hosts: str, unreachable: int | None
 
 
 def without_descriptors(rank: int, size: int, store: dist.Store, mode: str) -> list[bool]:
-    """Worker 1 has two descriptors left, too few for memory and bells; then four, enough for some."""
+    """Worker 1 has one descriptor left, too few for memory and bells; then three, enough for some."""
     old, new = matrices(12, 2, 4, 4)
     right = []
-    for spare in (2, 4):
+    for spare in (1, 3):
         group = gloo(store, f"{mode}{spare}", rank, size)
         have = {shard: slice_of(shard) for shard in old[rank]}
         assert etc_agent.migrate({}, [], group) == {}  # its connections are made
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         if rank == 1:
-            taken = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
-            filled = [os.dup(0) for _ in range(taken - len(os.listdir("/proc/self/fd")) + 1)]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(filled) + 1 + spare, limits[1]))
+            highest, filled = max(int(fd) for fd in os.listdir("/proc/self/fd")), [os.dup(0)]
+            while filled[-1] <= highest:
+                filled.append(os.dup(0))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (filled[-1] + 1 + spare, limits[1]))
         found = etc_agent.migrate(have, new[rank], group, mode=mode, timeout_s=20)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         if rank == 1:
