@@ -16,7 +16,7 @@ import torch
 from etc_agent.migration.bells import Bells, Rung
 
 _FIRST_TAG = 1 << 30
-"""The group may be a script's own: its messages have tags below this."""
+"""The group may be a script's own, and a session uses it too: their messages have tags below this."""
 
 Operation = tuple[int, int, torch.Tensor | None]
 """Peer, tag and the flat uint8 tensor to send or to receive into; None where both ends share memory, and the bell alone

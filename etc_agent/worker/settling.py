@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SETTLED_TAG = (1 << 30) + 1
+_SETTLED_TAG = 2
 
 
 class Settlement:

@@ -43,7 +43,7 @@ from etc_agent.worker.world import activate, deactivate, entered
 _log = logging.getLogger(__name__)
 
 
-_DONE_TAG = 1 << 30
+_DONE_TAG = 1
 
 
 class SwitchError(EtcError):
