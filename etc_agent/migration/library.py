@@ -59,6 +59,8 @@ def migrate(
     """
     if mode not in ("keep", "release"):
         raise ValueError(f"mode must be 'keep' or 'release', not {mode!r}")
+    if budget_bytes is not None and budget_bytes < 1:
+        raise ValueError(f"budget_bytes must be at least 1, or None for the default, not {budget_bytes}")
     device = torch.device(device)
     backend = _backend_of(dist.group.WORLD if group is None else group, device)
     rank = int(backend.rank())

@@ -13,11 +13,12 @@ from etc_agent.migration.binding import BoundMessage, BoundRound, LocalCopies, s
 from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.carrying import refers_to_carry
 from etc_agent.migration.check import check_tensors, describe, needed_shards
-from etc_agent.migration.engine import Migration, contents
+from etc_agent.migration.engine import Migration, Progress, contents
+from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.landing import Clearances, Landing, share_landing
 from etc_agent.migration.lifetimes import Step, default_budget_bytes, lifetimes_of
 from etc_agent.migration.memory_file import can_share
-from etc_agent.migration.report import SpanRecorder
+from etc_agent.migration.report import MigrationReport, SpanRecorder
 from etc_agent.migration.schedule import WINDOW
 from etc_agent.migration.storage import OnDemand
 from etc_agent.migration.wire import Operation
@@ -75,6 +76,7 @@ class ReleasingMigration(Migration):
         self._arrived: list[Transfer] = []
         self._copied: list[Refer] = []
         self.peak_bytes = 0
+        self._has_begun = False
         self._landing = Landing(worker)
         self._clearances = Clearances(self._wire.bells, self._schedule)
         self._new_bytes = new_bytes = sum(shard.num_bytes for shard in new_shards)
@@ -112,6 +114,19 @@ class ReleasingMigration(Migration):
         # What the run will hold at its peak anyway may as well be there from the start.
         self._on_demand.touch_ahead(peak - self.staging_bytes - self._on_demand.old_bytes)
         self._limit()
+
+    def run(self, progress: Progress | None = None) -> MigrationReport:
+        """Move everything, once.
+
+        Raises:
+            MigrationError: as for `Migration.run`, but sources have gone by then; or this has run already.
+        """
+        if self._has_begun:
+            raise MigrationError(
+                f"worker {self._worker}: in release mode a migration runs once; plan again from remaining()"
+            )
+        self._has_begun = self._staging is not None
+        return super().run(progress)
 
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
         """Take over replaced source tensors, before `run`. Costs next to nothing where every tensor has its memory.

@@ -44,6 +44,8 @@ def release(rank: int, size: int, store: dist.Store, old: list[Manifest], new: l
     migration = ReleasingMigration(plan, rank, sources, gloo(store, "m", rank, size), timeout_s=20, verify=True)
     migration.prepare()
     report = migration.run()
+    with pytest.raises(MigrationError, match="runs once"):
+        migration.run()
     targets = migration.targets
     wrong = [shard for shard in new[rank] if shard.num_bytes and not same_bits(targets[shard], slice_of(shard))]
     left = sum(t.untyped_storage().nbytes() for shard, t in sources.items() if shard not in targets)
