@@ -86,12 +86,16 @@ def migrate(
 
 
 def _run(migration: Migration, rank: int, needed: Manifest, device: torch.device) -> dict[Shard, torch.Tensor]:
-    migration.prepare()
-    if rank == 0:
-        with ProgressBar() as bar:
-            migration.run(bar)
-    else:
-        migration.run()
+    try:
+        migration.prepare()
+        if rank == 0:
+            with ProgressBar() as bar:
+                migration.run(bar)
+        else:
+            migration.run()
+    finally:
+        # An error keeps what it went through alive: without this, others would wait for one that has given up.
+        migration.close()
     found = migration.targets
     return {shard: found[shard] if shard in found else _empty(shard, device) for shard in needed}
 

@@ -31,6 +31,11 @@ _NAMED = 5
 """Shards named in a message; of more only the number."""
 
 
+_LEEWAY = 16
+"""Where nobody named a budget, the buffers of the smallest rounds may take this part of what it has on top, once more:
+with tensors of one size two of them take all of it."""
+
+
 class ReleasingMigration(Migration):
     """One worker's part of a plan in `release` mode.
 
@@ -82,6 +87,8 @@ class ReleasingMigration(Migration):
         self._new_bytes = new_bytes = sum(shard.num_bytes for shard in new_shards)
         sizes = [shard.num_bytes for shard in (*sources, *new_shards)]
         self.budget_bytes = budget_bytes or default_budget_bytes(self._on_demand.old_bytes, new_bytes, sizes)
+        on_top_bytes = self.budget_bytes - max(self._on_demand.old_bytes, new_bytes)
+        self._leeway_bytes = 0 if budget_bytes else on_top_bytes // _LEEWAY
 
     @property
     def staging_bytes(self) -> int:
@@ -102,7 +109,7 @@ class ReleasingMigration(Migration):
         peak = self._lifetimes.peak_bytes(self._on_demand.old_bytes, freed, WINDOW) + self.staging_bytes
         self.peak_bytes = peak
         complaint = None
-        if peak > self.budget_bytes:
+        if peak > self.budget_bytes + self._leeway_bytes:
             complaint = (
                 f"worker {self._worker}: this migration holds up to {peak:,} bytes at once, the budget is "
                 f"{self.budget_bytes:,} (old state {self._on_demand.old_bytes:,}, buffers {self.staging_bytes:,}); "

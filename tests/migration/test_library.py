@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import etc_agent
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import expected_peaks_bytes, plan_release
 from etc_agent.planner.errors import MissingSourceError
 from etc_agent.state.boxes import whole
@@ -166,3 +168,28 @@ def beside_traffic(rank: int, size: int, store: dist.Store) -> bool:
 
 def test_messages_of_a_script_over_the_same_group_are_left_alone() -> None:
     assert values(run_workers(beside_traffic, 2)) == [True, True]
+
+
+def give_up(rank: int, size: int, store: dist.Store) -> str:
+    """Worker 0 stops. Worker 1, which waits for it, gives up; worker 2, which waits for worker 1, would for an hour."""
+    tensors = [logical(f"w{index}", (256, 1024), torch.float32) for index in range(24)]
+    first, second = ([Shard(t, whole(t.shape)) for t in half] for half in (tensors[:12], tensors[12:]))
+    old: list[Manifest] = [tuple(first), tuple(second), ()]
+    new: list[Manifest] = [(), tuple(first), tuple(second)]
+    if rank == 0:
+        ReleasingMigration.run = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment, method-assign]
+    group = gloo(store, "m", rank, size)
+    have = {shard: slice_of(shard) for shard in old[rank]}
+    try:
+        etc_agent.migrate(have, new[rank], group, mode="release", timeout_s=2 if rank == 1 else 3600)
+    except MigrationError as error:
+        store.set(f"failed{rank}", "")
+        store.wait(["failed1", "failed2"])  # while the error is alive
+        return str(error)
+    return "done"
+
+
+def test_who_gives_up_is_not_waited_for() -> None:
+    _, second, third = run_workers(give_up, 3, limit_s=40, silent=[0])
+    assert "from worker 0 failed: timed out after 2 s" in second.value
+    assert "from worker 1 failed: its process has ended or given up" in third.value

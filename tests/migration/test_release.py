@@ -80,6 +80,22 @@ def test_a_step_that_only_compacts_holds_one_tensor_twice_at_most() -> None:
     assert lifetimes.peak_bytes(old_bytes, freed, window=2) == old_bytes + new[0][0].num_bytes
 
 
+def exchange(rank: int, size: int, store: dist.Store) -> Any:
+    """Two workers exchange all they have, tensors of one size."""
+    tensors = [logical(f"w{index}", (256, 1024), torch.float32) for index in range(8)]
+    halves = [tuple(Shard(t, whole(t.shape)) for t in tensors[start::2]) for start in (0, 1)]
+    return release(rank, size, store, halves, halves[::-1])
+
+
+def test_the_default_budget_lets_tensors_of_one_size_change_places() -> None:
+    for wrong, left, peak, predicted, _, _, (old_bytes, new_bytes) in values(run_workers(exchange, 2)):
+        assert wrong == []
+        assert left == 0
+        two_bytes = old_bytes // 2
+        assert old_bytes == new_bytes
+        assert peak <= predicted <= old_bytes + two_bytes * 17 / 16
+
+
 def carry(rank: int, size: int, store: dist.Store) -> Any:
     """Rows from one worker to two and back, then to two that share them with a third; the peak of each."""
     tensor = logical("w", (1000, 512), torch.float32)
