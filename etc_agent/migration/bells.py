@@ -11,10 +11,14 @@ from __future__ import annotations
 import datetime
 import os
 import select
+import stat
 import struct
 import time
 import weakref
 from collections.abc import Iterable
+
+Door = tuple[int, int, int]
+"""A pipe's writing end: process, descriptor and inode."""
 
 _TAG = struct.Struct("<I")
 _all: weakref.WeakSet[Bells] = weakref.WeakSet()
@@ -38,21 +42,25 @@ class Bells:
         self._rings: dict[int, int] = {}
         self._own_ends: list[int] = []
         self._heard: set[tuple[int, int]] = set()
-        self.doors: dict[int, tuple[int, int]] = {}
+        self.doors: dict[int, Door] = {}
         _all.add(self)
         for peer in peers:
             self._hears[peer], own_end = os.pipe()
             self._own_ends.append(own_end)
-            self.doors[peer] = (os.getpid(), own_end)
+            self.doors[peer] = (os.getpid(), own_end, os.fstat(own_end).st_ino)
 
-    def open_to(self, peer: int, door: tuple[int, int]) -> bool:
+    def open_to(self, peer: int, door: Door) -> bool:
         """Open the bell of a peer, from its `doors`; returns whether that could be done."""
-        pid, end = door
+        pid, end, inode = door
         try:
-            self._rings[peer] = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_CLOEXEC)
+            # Not blocking: by now the number may mean a pipe that nobody reads, or any other file.
+            opened = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return False
-        return True
+        self._rings[peer] = opened
+        os.set_blocking(opened, True)
+        found = os.fstat(opened)
+        return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
 
     def all_opened(self) -> None:
         """Every peer has opened: from now on the end of a peer is heard."""

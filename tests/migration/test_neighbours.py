@@ -184,7 +184,19 @@ def test_a_child_that_was_forked_does_not_keep_a_bell_alive() -> None:
 
 
 def test_a_worker_that_cannot_be_opened_to_is_told_from_one_that_can() -> None:
-    assert not Bells([1]).open_to(1, (os.getpid(), 999_999))
+    assert not Bells([1]).open_to(1, (os.getpid(), 999_999, 0))
+
+
+def test_only_the_very_pipe_that_was_described_is_opened(tmp_path: Path) -> None:
+    one, other = Bells([1]), Bells([0])
+    pid, end, inode = other.doors[0]
+    unread, unread_end = os.pipe()
+    os.close(unread)
+    assert not one.open_to(1, (pid, unread_end, inode))
+    with (tmp_path / "log").open("w") as log:
+        assert not one.open_to(1, (pid, log.fileno(), inode))
+    os.close(unread_end)
+    assert one.open_to(1, (pid, end, inode))
 
 
 def test_only_the_very_file_that_was_described_is_mapped(tmp_path: Path) -> None:
