@@ -147,7 +147,7 @@ def write_switch_trace(folder: str, prepared: PreparedGeneration, outcome: Switc
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_trace(Path(folder) / f"switch-{prepared.generation.id}-worker-{worker}.json", {worker: account})
     except (EtcError, OSError) as error:
-        _log.warning("%s", one_line(error))
+        _log.warning("generation %d has no trace of its switch: %s", prepared.generation.id, one_line(error))
 
 
 def _share_host_state(
