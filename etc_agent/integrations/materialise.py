@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from etc_agent.errors import EtcError
+from etc_agent.integrations.aliases import aliases_of, local_tensor, view_of_owner
 from etc_agent.integrations.optimizer_state import as_dtensor, reset_optimizer_state
-from etc_agent.integrations.tensors import named_tensors, shard_of
+from etc_agent.integrations.tensors import all_tensors, shard_of
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.layout import Shard
 
@@ -22,18 +23,25 @@ def materialise(state: TrainState, provide: Provide) -> None:
     """Replace every meta tensor of `state` by a real one whose local part `provide` gives.
 
     Tensor objects keep their identity (`torch.utils.swap_tensors`), so the optimizer's groups and state, tied
-    parameters and pipeline stages go on referring to the right ones. Hooks on the tensors themselves
-    (``register_hook``, ``register_post_accumulate_grad_hook``) are lost: add them after.
+    parameters and pipeline stages go on referring to the right ones. Views of other tensors become views again. Hooks
+    on the tensors themselves (``register_hook``, ``register_post_accumulate_grad_hook``) are lost: add them after.
 
     Raises:
-        EtcError: a tensor is given with another shape or dtype, or is still on the meta device at the end; the message
-            names it.
+        EtcError: a tensor is given with another shape or dtype, is referred to by what is not registered, or is still
+            on the meta device at the end; the message names it.
     """
-    for name, tensor in named_tensors(state).items():
-        if tensor.device.type == "meta":
-            local = provide(shard_of(name, tensor), _meta_local(tensor))
+    tensors = all_tensors(state)
+    aliases = {name: alias for name, alias in aliases_of(tensors).items() if alias.tensor.device.type == "meta"}
+    for name, alias in aliases.items():
+        # What autograd knows as a view holds on to its owner.
+        _replace(name, alias.tensor, local_tensor(alias.tensor))
+    for name, tensor in tensors.items():
+        if tensor.device.type == "meta" and name not in aliases:
+            local = provide(shard_of(name, tensor), local_tensor(tensor))
             _check_local(name, tensor, local)
-            torch.utils.swap_tensors(tensor, _wrapped(local.detach(), tensor))
+            _replace(name, tensor, local.detach())
+    for name, alias in aliases.items():
+        _replace(name, alias.tensor, view_of_owner(alias, local_tensor(alias.owner)))
     _refuse_meta(state)
 
 
@@ -49,17 +57,23 @@ def initialise(state: TrainState) -> int:
         return state.init(state) or 0
 
 
-def _meta_local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _check_local(name: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
-    expected = _meta_local(tensor)
+    expected = local_tensor(tensor)
     if local.shape != expected.shape or local.dtype != expected.dtype or local.device.type == "meta":
         raise EtcError(
             f"{name} was given {local.dtype} {tuple(local.shape)} on {local.device}; "
             f"expected {expected.dtype} {tuple(expected.shape)} on a real device"
         )
+
+
+def _replace(name: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
+    try:
+        torch.utils.swap_tensors(tensor, _wrapped(local, tensor))
+    except RuntimeError as error:
+        raise EtcError(
+            f"{name} cannot get its memory, since something else refers to it ({error}); "
+            "register views of it as buffers, and take weak references and hooks later"
+        ) from error
 
 
 def _wrapped(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -76,7 +90,7 @@ def _wrapped(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_meta(state: TrainState) -> None:
-    left = [name for name, tensor in named_tensors(state).items() if tensor.device.type == "meta"]
+    left = [name for name, tensor in all_tensors(state).items() if tensor.device.type == "meta"]
     for prefix, module in state.model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.device.type == "meta":

@@ -3,12 +3,13 @@
 from etc_agent.integrations.host_state import host_state, load_host_state, rng_state, set_rng_state
 from etc_agent.integrations.materialise import initialise, materialise
 from etc_agent.integrations.optimizer_state import create_optimizer_state, reset_optimizer_state
-from etc_agent.integrations.tensors import shards_of
+from etc_agent.integrations.tensors import held_shards, shards_of
 from etc_agent.integrations.train_state import TrainState
 
 __all__ = [
     "TrainState",
     "create_optimizer_state",
+    "held_shards",
     "host_state",
     "initialise",
     "load_host_state",

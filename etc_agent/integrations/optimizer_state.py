@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from etc_agent.errors import EtcError
-from etc_agent.integrations.tensors import local_tensor, optimizer_parameters
+from etc_agent.integrations.aliases import local_tensor
+from etc_agent.integrations.tensors import optimizer_parameters
 from etc_agent.integrations.train_state import TrainState
 
 ParamState = dict[str, Any]

@@ -12,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from etc_agent.errors import EtcError
+from etc_agent.integrations.aliases import aliases_of, local_tensor
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import LogicalTensor, Shard
@@ -21,7 +22,8 @@ def shards_of(state: TrainState) -> dict[Shard, torch.Tensor]:
     """Every tensor that this rank holds: its shard of the logical tensor -> the local plain tensor.
 
     The local tensors are live views (or meta tensors) of the box's shape. Replicas are listed on every rank that has
-    one. A tied parameter is listed once, under the first of its names. Empty shards are listed with empty boxes.
+    one. A tied parameter is listed once, under the first of its names, and so is one that
+    is a view of another. Empty shards are listed with empty boxes.
 
     Raises:
         EtcError: the optimizer holds a parameter that the model does not, or state that is no box of its parameter.
@@ -29,8 +31,25 @@ def shards_of(state: TrainState) -> dict[Shard, torch.Tensor]:
     return {shard_of(name, tensor): local_tensor(tensor) for name, tensor in named_tensors(state).items()}
 
 
+def held_shards(state: TrainState) -> dict[Shard, torch.Tensor]:
+    """`shards_of`, with the views of others too: what a worker can send, whatever the next generation asks for."""
+    return {shard_of(name, tensor): local_tensor(tensor) for name, tensor in all_tensors(state).items()}
+
+
 def named_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Parameters, buffers (the non-persistent ones too) and optimizer state by global name, DTensors as they are."""
+    """Parameters, buffers (the non-persistent ones too) and optimizer state by global name, DTensors as they are. Views
+    of others (`aliases`) are not listed.
+
+    Raises:
+        EtcError: as for `shards_of`, and where tensors overlap otherwise.
+    """
+    tensors = all_tensors(state)
+    aliases = aliases_of(tensors)
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}
+
+
+def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """`named_tensors`, and the views of others among them."""
     tensors: dict[str, torch.Tensor] = {f"model.{name}": param for name, param in state.model.named_parameters()}
     tensors |= {f"model.{name}": buffer for name, buffer in state.model.named_buffers()}
     if state.optimizer is not None:
@@ -58,11 +77,6 @@ def optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn
                 "give the optimizer the parameters of TrainState.model"
             )
     return {names[id(param)]: param for param in params}
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor behind `tensor`, sharing its storage and outside autograd."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def shard_of(name: str, tensor: torch.Tensor) -> Shard:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from etc_agent.errors import EtcError
-from etc_agent.integrations.native import TrainState, materialise, shards_of
+from etc_agent.integrations.native import TrainState, held_shards, materialise, shards_of
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.modes import Choice, Wish, choose_mode, free_bytes
 from etc_agent.migration.release import ReleasingMigration
@@ -248,7 +248,7 @@ def _old_shards(
     """What this worker holds now, with a buffer for its random stream where that is carried on."""
     if live is None or seat.old_rank is None:
         return {}, None
-    sources = shards_of(live.state)
+    sources = held_shards(live.state)
     stream = _with_buffer(carried_stream(seat.old_rank, previous.config, generation.config, device))
     if stream is not None:
         sources[stream[0]] = stream[1]

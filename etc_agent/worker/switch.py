@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from etc_agent.errors import EtcError
-from etc_agent.integrations.native import host_state, load_host_state, rng_state, set_rng_state, shards_of
-from etc_agent.integrations.tensors import local_tensor, named_tensors, shard_of
+from etc_agent.integrations.aliases import local_tensor
+from etc_agent.integrations.native import held_shards, host_state, load_host_state, rng_state, set_rng_state, shards_of
+from etc_agent.integrations.tensors import all_tensors, shard_of
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.report import MemoryPoint, MigrationReport, Span
@@ -242,7 +243,7 @@ def _take_sources(prepared: PreparedGeneration, live: LiveGeneration, verify_dir
     """The optimizer may have replaced tensors since the preparation."""
     sources = {
         prepared.old_shards.get(name) or shard_of(name, tensor): local_tensor(tensor)
-        for name, tensor in named_tensors(live.state).items()
+        for name, tensor in all_tensors(live.state).items()
     }
     if prepared.old_stream is not None:
         shard, buffer = prepared.old_stream
@@ -250,7 +251,9 @@ def _take_sources(prepared: PreparedGeneration, live: LiveGeneration, verify_dir
         sources[shard] = buffer
     prepared.migration.refresh(sources)
     if verify_dir is not None and prepared.seat.old_rank is not None:
-        write_shards(verify_dir, prepared.generation.id, "old", prepared.seat.old_rank, sources)
+        views = set(held_shards(live.state)) - set(shards_of(live.state))
+        state = {shard: tensor for shard, tensor in sources.items() if shard not in views}
+        write_shards(verify_dir, prepared.generation.id, "old", prepared.seat.old_rank, state)
 
 
 def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> None:

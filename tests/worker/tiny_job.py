@@ -43,9 +43,11 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden(), WIDTH)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scale", torch.full((WIDTH,), 0.5), persistent=False)
+        self.register_buffer("last_scale", self.scale[-1:], persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += 1
+        assert self.last_scale.data_ptr() == self.scale[-1:].data_ptr(), "a view has become a tensor of its own"
         return self.down(torch.tanh(self.up(x))) * self.scale
 
 
