@@ -176,6 +176,7 @@ def test_a_node_that_is_told_to_leave_while_etcd_is_away_hands_over_its_state_wh
     etcd = Etcd(etcd_server.endpoint, "job")
     first, second = (cleanup(node(tmp_path, etcd_server, number, *tiny(tmp_path))) for number in (2, 3))
     wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
+    wait_for_step(tmp_path, 3)
     etcd_server.kill()
     second.send(signal.SIGTERM)
     second.wait_for("once etcd answers")
