@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 # Where it is set, Python writes a line in pieces, and those of workers that share one output fall between each other.
 # Users may set it, as under torchrun; the tests read whole lines of programs that launchers do not start themselves.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Hundreds of processes would compile this package, each for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # How long an example takes says nothing: test files run beside each other.
 settings.register_profile("untimed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
