@@ -196,6 +196,7 @@ def test_a_storage_that_a_kept_shard_shares_stays() -> None:
 
 def give_up(rank: int, size: int, store: dist.Store, kind: str, path: str) -> Any:
     """Worker 0 gives up what it has, and says what is left of the memory around it."""
+    path += str(rank)
     counted = torch.arange(400_000, dtype=torch.float32)
     around = counted.clone()
     if kind == "file":
