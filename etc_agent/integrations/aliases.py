@@ -34,10 +34,13 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Alias]:
     """
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if local_tensor(tensor).numel():
-            by_storage[local_tensor(tensor).untyped_storage()._cdata].append((name, tensor))
+        local = local_tensor(tensor)
+        if local.numel():
+            by_storage[local.untyped_storage()._cdata].append((name, tensor))
     found = {}
     for members in by_storage.values():
+        if len(members) == 1:  # nearly always, and this runs while training stands still
+            continue
         owners: list[tuple[str, torch.Tensor]] = []
         for name, tensor in sorted(members, key=lambda member: -_num_bytes(member[1])):
             start, end = _span(tensor)

@@ -22,8 +22,8 @@ def shards_of(state: TrainState) -> dict[Shard, torch.Tensor]:
     """Every tensor that this rank holds: its shard of the logical tensor -> the local plain tensor.
 
     The local tensors are live views (or meta tensors) of the box's shape. Replicas are listed on every rank that has
-    one. A tied parameter is listed once, under the first of its names, and so is one that
-    is a view of another. Empty shards are listed with empty boxes.
+    one. A tied parameter is listed once, under the first of its names, and a view of another tensor not at all. Empty
+    shards are listed with empty boxes.
 
     Raises:
         EtcError: the optimizer holds a parameter that the model does not, or state that is no box of its parameter.

@@ -192,3 +192,8 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 def wait_for_step(folder: Path, step: int) -> None:
     wait_until(lambda: any(line["step"] >= step for line in steps_of(folder)), f"step {step}")
+
+
+def wait_for_more_steps(folder: Path, count: int) -> None:
+    """So many beyond the last one that is written now."""
+    wait_for_step(folder, max(line["step"] for line in steps_of(folder)) + count)

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_step, wait_until
+from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_more_steps, wait_for_step, wait_until
 
 from etc_agent.rendezvous.server import EtcdServer
 
@@ -37,15 +37,13 @@ def test_nodes_join_and_leave_while_the_job_trains(tmp_path: Path, cleanup: Clea
     first.send(signal.SIGTERM)  # the node of rank 0, of the store and of the leader
     assert first.wait() == 0
     first.assert_nothing_left()
-    step = max(line["step"] for line in steps_of(tmp_path))
-    wait_for_step(tmp_path, step + 5)
+    wait_for_more_steps(tmp_path, 5)
     generation = etcd.get(f"generations/{etcd.get('current')['committed']}")
     assert {slot.split("/")[0] for slot in generation["placement"]} == {"127.0.0.3", "127.0.0.4"}
 
     etcd.put("control/drain/127.0.0.3", "")
     assert second.wait() == 0
-    step = max(line["step"] for line in steps_of(tmp_path))
-    wait_for_step(tmp_path, step + 5)
+    wait_for_more_steps(tmp_path, 5)
 
     lines = steps_of(tmp_path)
     every = {line["step"] for line in lines}
@@ -157,8 +155,7 @@ def test_training_goes_on_while_etcd_is_away_and_requests_are_met_when_it_is_bac
     wait_for_step(tmp_path, 3)
     generation = etcd.get("current")["committed"]
     etcd_server.kill()
-    step = max(line["step"] for line in steps_of(tmp_path))
-    wait_for_step(tmp_path, step + 100)
+    wait_for_more_steps(tmp_path, 100)
     etcd_server.start_again()
     etcd.scale("1")
     etcd.reply_to("1", "done")
@@ -180,12 +177,10 @@ def test_a_node_that_is_told_to_leave_while_etcd_is_away_hands_over_its_state_wh
     etcd_server.kill()
     second.send(signal.SIGTERM)
     second.wait_for("once etcd answers")
-    step = max(line["step"] for line in steps_of(tmp_path))
-    wait_for_step(tmp_path, step + 5)
+    wait_for_more_steps(tmp_path, 5)
     etcd_server.start_again()
     assert second.wait() == 0
-    step = max(line["step"] for line in steps_of(tmp_path))
-    wait_for_step(tmp_path, step + 5)
+    wait_for_more_steps(tmp_path, 5)
     assert len({line["pid"] for line in steps_of(tmp_path)}) == 2, "no worker was restarted"
     first.send(signal.SIGTERM)
     assert first.wait() == 143

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import TINY_JOB, Etcd, EtcRun, standalone, steps_of, wait_for_step, wait_until
+from running import TINY_JOB, Etcd, EtcRun, standalone, steps_of, wait_for_more_steps, wait_for_step, wait_until
 from test_several_nodes import node, tiny
 
 from etc_agent.rendezvous.server import EtcdServer
@@ -50,8 +50,7 @@ def test_a_node_that_is_to_be_taken_away_hands_over_its_state(
     second.wait_for("the preemption probe says")
     second.send(signal.SIGTERM)  # the machine is going down: that is no second word of a user
     assert second.wait() == 0
-    step = max(line["step"] for line in steps_of(tmp_path))
-    wait_for_step(tmp_path, step + 5)
+    wait_for_more_steps(tmp_path, 5)
     assert len({line["pid"] for line in steps_of(tmp_path)}) == 2, "no worker was restarted"
     first.send(signal.SIGTERM)
     assert first.wait() == 143
