@@ -194,6 +194,11 @@ def wait_for_step(folder: Path, step: int) -> None:
     wait_until(lambda: any(line["step"] >= step for line in steps_of(folder)), f"step {step}")
 
 
+def wait_for_workers(folder: Path, count: int) -> None:
+    """Until so many processes have trained: a change is done before the workers that join have ended a step."""
+    wait_until(lambda: len({line["pid"] for line in steps_of(folder)}) >= count, f"steps of {count} workers")
+
+
 def wait_for_more_steps(folder: Path, count: int) -> None:
     """So many beyond the last one that is written now."""
     wait_for_step(folder, max(line["step"] for line in steps_of(folder)) + count)

@@ -11,7 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_step, wait_until
+from running import (
+    TINY_JOB,
+    Etcd,
+    EtcRun,
+    etcd_leader,
+    steps_of,
+    wait_for_more_steps,
+    wait_for_step,
+    wait_for_workers,
+    wait_until,
+)
 
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.server import EtcdServer
@@ -63,10 +73,10 @@ def test_a_job_whose_lease_is_lost_and_whose_events_are_compacted_trains_on_and_
         wait_until(lambda: "/nodes/" not in " ".join(etcd.keys()), "the end of its lease")
         etcd.scale("2")
         client.compact(client.put("/elsewhere", ""))
-        step = last_step(tmp_path)
-        wait_for_step(tmp_path, step + 20)
+        wait_for_more_steps(tmp_path, 20)
         wire.mend()
         etcd.reply_to("2", "done")
+        wait_for_workers(tmp_path, 2)
         wait_until(lambda: etcd_leader(etcd) == "127.0.0.2", "its lead")
         assert etcd.get("current")["committed"] == 2
         steps = {line["step"] for line in steps_of(tmp_path)}
@@ -88,6 +98,7 @@ def test_three_etcd_members_may_lose_their_leader_by_a_hang_or_a_crash_under_a_r
         etcd = Etcd(leader_of(others).endpoint, "job")
         etcd.scale("2")
         etcd.reply_to("2", "done")
+        wait_for_workers(tmp_path, 2)
         os.kill(hung.pid, signal.SIGCONT)
         wait_until(lambda: not is_leader(hung), "the etcd that hung to hear of the other leader")
         crashed = leader_of(others)

@@ -6,7 +6,17 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_more_steps, wait_for_step, wait_until
+from running import (
+    TINY_JOB,
+    Etcd,
+    EtcRun,
+    etcd_leader,
+    steps_of,
+    wait_for_more_steps,
+    wait_for_step,
+    wait_for_workers,
+    wait_until,
+)
 
 from etc_agent.rendezvous.server import EtcdServer
 
@@ -152,7 +162,7 @@ def test_training_goes_on_while_etcd_is_away_and_requests_are_met_when_it_is_bac
     etcd = Etcd(etcd_server.endpoint, "job")
     nodes = [cleanup(node(tmp_path, etcd_server, number, *tiny(tmp_path))) for number in (2, 3)]
     wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
-    wait_for_step(tmp_path, 3)
+    wait_for_workers(tmp_path, 2)
     generation = etcd.get("current")["committed"]
     etcd_server.kill()
     wait_for_more_steps(tmp_path, 100)
@@ -173,7 +183,7 @@ def test_a_node_that_is_told_to_leave_while_etcd_is_away_hands_over_its_state_wh
     etcd = Etcd(etcd_server.endpoint, "job")
     first, second = (cleanup(node(tmp_path, etcd_server, number, *tiny(tmp_path))) for number in (2, 3))
     wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
-    wait_for_step(tmp_path, 3)
+    wait_for_workers(tmp_path, 2)
     etcd_server.kill()
     second.send(signal.SIGTERM)
     second.wait_for("once etcd answers")

@@ -8,7 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import TINY_JOB, Etcd, EtcRun, standalone, steps_of, wait_for_more_steps, wait_for_step, wait_until
+from running import (
+    TINY_JOB,
+    Etcd,
+    EtcRun,
+    standalone,
+    steps_of,
+    wait_for_more_steps,
+    wait_for_workers,
+    wait_until,
+)
 from test_several_nodes import node, tiny
 
 from etc_agent.rendezvous.server import EtcdServer
@@ -45,7 +54,7 @@ def test_a_node_that_is_to_be_taken_away_hands_over_its_state(
     first = cleanup(node(tmp_path, etcd_server, 2, *tiny(tmp_path)))
     second = cleanup(node(tmp_path, etcd_server, 3, "--config", job_file, *tiny(tmp_path)))
     wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
-    wait_for_step(tmp_path, 3)
+    wait_for_workers(tmp_path, 2)
     notice.touch()
     second.wait_for("the preemption probe says")
     second.send(signal.SIGTERM)  # the machine is going down: that is no second word of a user
