@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from etc_agent.migration.library import migrate as migrate
     from etc_agent.parallel.config import ParallelConfig as ParallelConfig
     from etc_agent.worker.context import ParallelContext as ParallelContext
-    from etc_agent.worker.heartbeat import heartbeat as heartbeat
+    from etc_agent.worker.process.heartbeat import heartbeat as heartbeat
     from etc_agent.worker.session import Session as Session
     from etc_agent.worker.session import Step as Step
     from etc_agent.worker.session import session as session
@@ -27,7 +27,7 @@ _HOMES = {
     "Session": "etc_agent.worker.session",
     "Step": "etc_agent.worker.session",
     "TrainState": "etc_agent.integrations.train_state",
-    "heartbeat": "etc_agent.worker.heartbeat",
+    "heartbeat": "etc_agent.worker.process.heartbeat",
     "migrate": "etc_agent.migration.library",
     "session": "etc_agent.worker.session",
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.run import get_args_parser
 
-from etc_agent.agent.environment import PARALLEL_VARIABLE
+from etc_agent.agent.processes.environment import PARALLEL_VARIABLE
 from etc_agent.control.channel import SOCKET_VARIABLE
 from etc_agent.errors import EtcError
 

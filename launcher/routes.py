@@ -15,7 +15,7 @@ from enum import Enum
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from etc_agent.agent.error_file import write_own
+from etc_agent.agent.processes.error_file import write_own
 from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
 from launcher.given import Given

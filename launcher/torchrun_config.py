@@ -14,9 +14,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size
 
-from etc_agent.agent.environment import device_of
-from etc_agent.agent.logs import remove_empty_logs
-from etc_agent.agent.signals import parse_signals
+from etc_agent.agent.processes.environment import device_of
+from etc_agent.agent.processes.logs import remove_empty_logs
+from etc_agent.agent.safety.signals import parse_signals
 from etc_agent.errors import EtcError
 
 _LONG_RANKS = re.compile(r"\d+:[0-3](,\d+:[0-3])*")

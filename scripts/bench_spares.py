@@ -58,7 +58,8 @@ class Spare:
 
     def _is_at_rest(self) -> bool:
         children = Path(f"/proc/{self._agent}/task/{self._agent}/children").read_text().split()
-        found = [int(pid) for pid in children if b"etc_agent.worker.spare" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        found = [pid for pid, command in commands.items() if b"etc_agent.worker.process.spare" in command]
         if not found:
             return False
         self.pid = found[0]

@@ -26,15 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
 
-from etc_agent.migration.binding import Binder
-from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.engine import Migration
-from etc_agent.migration.pages import prefault
+from etc_agent.migration.memory.binding import Binder
+from etc_agent.migration.memory.bits import copy_bits
+from etc_agent.migration.memory.pages import prefault
+from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.report import MigrationReport
 from etc_agent.migration.schedule import schedule_for
-from etc_agent.migration.shared import SharedMemory
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Manifest, Shard
 

@@ -17,19 +17,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from etc_agent.agent.admission import admit
-from etc_agent.agent.error_file import pass_on, write_own
 from etc_agent.agent.etcd import connect
-from etc_agent.agent.guardian import Guardian
 from etc_agent.agent.inbox import Inbox
-from etc_agent.agent.logs import NodeLogs, remove_empty_logs
 from etc_agent.agent.node import NodeAgent
-from etc_agent.agent.preemption import PreemptionProbe
-from etc_agent.agent.preflight import check_node
+from etc_agent.agent.processes.error_file import pass_on, write_own
+from etc_agent.agent.processes.logs import NodeLogs, remove_empty_logs
+from etc_agent.agent.processes.torch_events import TorchEvents
+from etc_agent.agent.processes.watchdog import start_watchdog
+from etc_agent.agent.safety.guardian import Guardian
+from etc_agent.agent.safety.preemption import PreemptionProbe
+from etc_agent.agent.safety.preflight import check_node
+from etc_agent.agent.safety.signals import SignalReceived, deliver, ignore, interrupting, keep_handlers, parse_signals
 from etc_agent.agent.settings import JobSettings
-from etc_agent.agent.signals import SignalReceived, deliver, ignore, interrupting, keep_handlers, parse_signals
 from etc_agent.agent.stores import Stores
-from etc_agent.agent.torch_events import TorchEvents
-from etc_agent.agent.watchdog import start_watchdog
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import NodeRecord

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 
 from etc_agent.agent.job_records import JobRecords
-from etc_agent.agent.local_workers import LocalWorkers
+from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.settings import JobSettings
 from etc_agent.control import messages
 from etc_agent.parallel.config import ParallelConfig

@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
-from etc_agent.agent.fence import Fence
-from etc_agent.agent.guardian import Guardian
-from etc_agent.agent.hangs import HangWatch
 from etc_agent.agent.inbox import Inbox, Item, Preempted, Said
 from etc_agent.agent.job_records import JobRecords, RecordReader
 from etc_agent.agent.leadership import Leadership, policy_of
-from etc_agent.agent.local_workers import LocalWorkers
-from etc_agent.agent.logs import NodeLogs
+from etc_agent.agent.processes.local_workers import LocalWorkers
+from etc_agent.agent.processes.logs import NodeLogs
+from etc_agent.agent.processes.starter import Starter
+from etc_agent.agent.processes.torch_events import TorchEvents
+from etc_agent.agent.safety.fence import Fence
+from etc_agent.agent.safety.guardian import Guardian
+from etc_agent.agent.safety.hangs import HangWatch
 from etc_agent.agent.settings import JobSettings
-from etc_agent.agent.starter import Starter
 from etc_agent.agent.stores import Stores
-from etc_agent.agent.torch_events import TorchEvents
 from etc_agent.control.channel import SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message, shows_life
 from etc_agent.reconfig import member

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from etc_agent.migration.bits import dtype_name
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.memory.bits import dtype_name
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Shard

@@ -26,19 +26,19 @@ from typing import Any
 
 import torch
 
-from etc_agent.migration.binding import Binder, BoundMessage, BoundRound, LocalCopies, SharedPlaces, same_memory
-from etc_agent.migration.bits import copy_bits
 from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.neighbours import Neighbours, find_neighbours
-from etc_agent.migration.peers import Peers
+from etc_agent.migration.memory.binding import Binder, BoundMessage, BoundRound, LocalCopies, SharedPlaces, same_memory
+from etc_agent.migration.memory.bits import copy_bits
+from etc_agent.migration.memory.shared import PeerTensors, SharedMemory, arena_bytes
+from etc_agent.migration.memory.storage import Held, Storage
 from etc_agent.migration.report import MigrationReport, SpanRecorder
 from etc_agent.migration.schedule import WINDOW, Message, Schedule, schedule_for
-from etc_agent.migration.shared import PeerTensors, SharedMemory, arena_bytes
-from etc_agent.migration.staging import Staging
-from etc_agent.migration.storage import Held, Storage
+from etc_agent.migration.transport.neighbours import Neighbours, find_neighbours
+from etc_agent.migration.transport.peers import Peers
+from etc_agent.migration.transport.staging import Staging
+from etc_agent.migration.transport.wire import Operation, Wire, Work
 from etc_agent.migration.verify import BoxHashes
-from etc_agent.migration.wire import Operation, Wire, Work
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 

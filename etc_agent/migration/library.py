@@ -13,11 +13,11 @@ import torch.distributed as dist
 from etc_agent.migration.check import check_dtypes, check_tensors
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.memory.shared import shared_memory_for
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
-from etc_agent.migration.shared import shared_memory_for
-from etc_agent.migration.wire import Wire
+from etc_agent.migration.transport.wire import Wire
 from etc_agent.planner.migration import make_plan
 from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Manifest, Shard

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from etc_agent.migration.binding import BoundMessage, BoundRound, LocalCopies, same_memory
-from etc_agent.migration.bits import copy_bits
-from etc_agent.migration.carrying import refers_to_carry
 from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.engine import Migration, Progress, contents
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.landing import Clearances, Landing, share_landing
-from etc_agent.migration.lifetimes import Step, default_budget_bytes, lifetimes_of
-from etc_agent.migration.memory_file import can_share
+from etc_agent.migration.memory.binding import BoundMessage, BoundRound, LocalCopies, same_memory
+from etc_agent.migration.memory.bits import copy_bits
+from etc_agent.migration.memory.carrying import refers_to_carry
+from etc_agent.migration.memory.lifetimes import Step, default_budget_bytes, lifetimes_of
+from etc_agent.migration.memory.memory_file import can_share
+from etc_agent.migration.memory.storage import OnDemand
 from etc_agent.migration.report import MigrationReport, SpanRecorder
 from etc_agent.migration.schedule import WINDOW
-from etc_agent.migration.storage import OnDemand
-from etc_agent.migration.wire import Operation
+from etc_agent.migration.transport.landing import Clearances, Landing, share_landing
+from etc_agent.migration.transport.wire import Operation
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 from etc_agent.state.algebra import subtract_all
 from etc_agent.state.boxes import Box

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etc_agent.migration.contiguous import is_contiguous_in
-from etc_agent.migration.landing import area_of
-from etc_agent.migration.lifetimes import default_budget_bytes, lifetimes_of
-from etc_agent.migration.neighbours import pairs_of_hosts
+from etc_agent.migration.memory.contiguous import is_contiguous_in
+from etc_agent.migration.memory.lifetimes import default_budget_bytes, lifetimes_of
 from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedules_for
+from etc_agent.migration.transport.landing import area_of
+from etc_agent.migration.transport.neighbours import pairs_of_hosts
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import Box

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-from etc_agent.migration.bits import as_bits
 from etc_agent.migration.check import describe
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.wire import Wire, Work
+from etc_agent.migration.memory.bits import as_bits
+from etc_agent.migration.transport.wire import Wire, Work
 from etc_agent.planner.plan import Transfer
 
 _TAG = (1 << 30) - 1

@@ -12,9 +12,10 @@ from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, create_optimizer_state, shards_of
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.encoding import encode_layout
+from etc_agent.worker.change.user_state import rules_of
 from etc_agent.worker.context import ParallelContext, check_global_batch
-from etc_agent.worker.user_state import rules_of
-from etc_agent.worker.world import World, build_fake, entered
+from etc_agent.worker.world.build import build_fake
+from etc_agent.worker.world.swap import World, entered
 
 Build = Callable[[ParallelContext], TrainState]
 

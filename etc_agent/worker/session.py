@@ -18,59 +18,25 @@ from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.change.conversation import Reconfiguration
+from etc_agent.worker.change.prepare import PreparedGeneration, one_line
+from etc_agent.worker.change.retire import Retired, retire, spare_the_collector
+from etc_agent.worker.change.switch import Switch, SwitchError, switch, write_switch_trace
 from etc_agent.worker.context import ParallelContext, local_sample_ids
-from etc_agent.worker.environment import WorkerEnvironment
+from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
-from etc_agent.worker.position import Whereabouts, dump_stacks_on_signal
-from etc_agent.worker.prepare import LiveGeneration, PreparedGeneration, one_line
-from etc_agent.worker.reconfiguration import Reconfiguration
-from etc_agent.worker.retire import Retired, retire, spare_the_collector
+from etc_agent.worker.process.environment import WorkerEnvironment
+from etc_agent.worker.process.position import Whereabouts, dump_stacks_on_signal
 from etc_agent.worker.settings import Record, Settings
 from etc_agent.worker.start import start_fresh
-from etc_agent.worker.switch import Switch, SwitchError, switch, write_switch_trace
+from etc_agent.worker.step import Step
 from etc_agent.worker.update import apply, can_apply
 from etc_agent.worker.vote import Ballot
-from etc_agent.worker.world import deactivate, install
+from etc_agent.worker.world.swap import deactivate, install
 
 _log = logging.getLogger(__name__)
 _PROGRESS_INTERVAL_S = 1.0
 _HOLD_S = 0.2
-
-
-class Step:
-    """One training step: ``with step: ...; step.commit()``. `index` counts from 0 over the whole job."""
-
-    def __init__(self, session: Session, index: int) -> None:
-        self._session = session
-        self.index = index
-        self.is_committed = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None and not self.is_committed:
-            raise EtcError(f"step {self.index} ended without step.commit(); call it after the backward pass")
-
-    def commit(self, ok: bool = True) -> bool:
-        """Vote, and on every rank or on none apply the step: ``optimizer.step()``, ``scheduler.step()``,
-        ``zero_grad(set_to_none=True)``. The script calls none of these itself. With a gradient scaler in the state,
-        non-finite gradients on any rank count as not `ok`, and the scaler is updated too.
-
-        `ok`: False where this rank's gradients must not be applied (a NaN, say); then no rank applies them, the
-        gradients are dropped and training goes on with the next step. Returns whether the step was applied.
-
-        Raises:
-            EtcError: this step was committed already.
-            RuntimeError: a rank was lost.
-        """
-        if self.is_committed:
-            raise EtcError(f"step {self.index} was committed already; call step.commit() once")
-        applied = self._session._commit(self, ok)
-        self.is_committed = True
-        return applied
 
 
 class Session:
@@ -130,7 +96,7 @@ class Session:
                 return
             self._step_start = time.perf_counter()
             self._at(Position.STEP)
-            step = Step(self, self._step)
+            step = Step(self._commit, self._step)
             yield step
             if not step.is_committed:
                 raise EtcError(f"step {step.index} was left without step.commit(); use it as: with step: ...")

@@ -12,14 +12,16 @@ from etc_agent.errors import EtcError
 from etc_agent.integrations.native import initialise, materialise
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.layout import Shard
+from etc_agent.worker.change.rng import start_stream
 from etc_agent.worker.context import ParallelContext, check_global_batch
-from etc_agent.worker.environment import WorkerEnvironment
+from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, build_on_meta
-from etc_agent.worker.prepare import LiveGeneration
-from etc_agent.worker.rng import start_stream
+from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
-from etc_agent.worker.world import activate, build, connect_store
+from etc_agent.worker.world.build import build
+from etc_agent.worker.world.stores import connect_store
+from etc_agent.worker.world.swap import activate
 
 
 def start_fresh(

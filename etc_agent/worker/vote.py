@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from etc_agent.worker.world import raw_group
+from etc_agent.worker.world.stores import raw_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from etc_agent.agent.logs import NodeLogs
+from etc_agent.agent.processes.logs import NodeLogs
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot

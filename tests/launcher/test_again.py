@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from etc_agent.control.channel import SOCKET_VARIABLE
-from etc_agent.worker import rounds
+from etc_agent.worker.process import rounds
 
 ROUNDS = r"""
 import os, torch, torch.distributed as dist

@@ -10,7 +10,7 @@ import pytest
 from torch.numa import binding
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from etc_agent.agent.numa import bound, run_bound
+from etc_agent.agent.processes.numa import bound, run_bound
 from etc_agent.errors import EtcError
 
 OPTIONS = NumaOptions(AffinityMode.NODE)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.shared import SharedMemory
+from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import Manifest, Shard

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.report import MigrationReport, Span
-from etc_agent.migration.shared import SharedMemory
 from etc_agent.migration.trace import write_trace
 from etc_agent.planner.migration import make_plan
 from etc_agent.state.layout import Manifest

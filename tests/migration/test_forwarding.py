@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from etc_agent.migration.engine import Migration
+from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.migration.release import ReleasingMigration
-from etc_agent.migration.shared import SharedMemory
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import whole

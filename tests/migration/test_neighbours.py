@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 import etc_agent
-from etc_agent.migration import memory_file
-from etc_agent.migration.bells import Bells
-from etc_agent.migration.landing import area_of
-from etc_agent.migration.neighbours import pairs_of_hosts
+from etc_agent.migration.memory import memory_file
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.schedule import WINDOW, schedule_for, schedules_for
+from etc_agent.migration.transport.bells import Bells
+from etc_agent.migration.transport.landing import area_of
+from etc_agent.migration.transport.neighbours import pairs_of_hosts
 from etc_agent.state.layout import Manifest
 from tests.migration.processes import gloo, run_workers, values
 from tests.migration.states import same_bits, slice_of

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from etc_agent.migration.pages import Mapped
-from etc_agent.migration.recycling import SparePages
+from etc_agent.migration.memory.pages import Mapped
+from etc_agent.migration.memory.recycling import SparePages
 
 _MB = 1 << 20
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etc_agent.migration.contiguous import is_contiguous_in
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.lifetimes import lifetimes_of
+from etc_agent.migration.memory.contiguous import is_contiguous_in
+from etc_agent.migration.memory.lifetimes import lifetimes_of
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import expected_peaks_bytes, plan_release
 from etc_agent.migration.schedule import schedule_for

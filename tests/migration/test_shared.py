@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from etc_agent.migration.shared import SharedMemory, arena_layout
+from etc_agent.migration.memory.shared import SharedMemory, arena_layout
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import whole

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from etc_agent.migration import bits
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.memory import bits
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.report import MemoryPoint, MigrationReport, Span
 from etc_agent.migration.trace import write_trace

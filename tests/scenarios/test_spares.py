@@ -16,7 +16,7 @@ from test_several_nodes import node, tiny
 from etc_agent.rendezvous.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
-SPARE = "etc_agent.worker.spare"
+SPARE = "etc_agent.worker.process.spare"
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from oracle import assert_same_bits, gathered
 
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.change.rng import carried_stream, derived_seed
+from etc_agent.worker.change.verify import write_shards
 from etc_agent.worker.context import check_global_batch
-from etc_agent.worker.rng import carried_stream, derived_seed
-from etc_agent.worker.verify import write_shards
 
 CPU = torch.device("cpu")
 
@@ -26,17 +26,17 @@ import gc, os, threading
 import torch, torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker import world
+from etc_agent.worker.world import build as worlds, swap
 
-world.install()
+swap.install()
 cpu = torch.device("cpu")
-first = world.build(dist.HashStore(), 0, ParallelConfig(), 1, cpu, 10.0)
-world.activate(first)
+first = worlds.build(dist.HashStore(), 0, ParallelConfig(), 1, cpu, 10.0)
+swap.activate(first)
 made = []
 
 def beside():
-    made.append(world.build(dist.HashStore(), 0, ParallelConfig(), 2, cpu, 10.0))
-    with world.entered(made[0]):
+    made.append(worlds.build(dist.HashStore(), 0, ParallelConfig(), 2, cpu, 10.0))
+    with swap.entered(made[0]):
         assert dist.group.WORLD is made[0].contents.default_pg
     assert dist.group.WORLD is first.contents.default_pg
 
@@ -55,7 +55,7 @@ def count():
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 assert doubled(first)
-world.activate(second)
+swap.activate(second)
 assert doubled(second)
 first.close()
 first.close()
@@ -64,16 +64,16 @@ ones = torch.ones(1)
 dist.all_reduce(ones)
 before = count()
 for number in range(3, 9):
-    following = world.build(dist.HashStore(), 0, ParallelConfig(), number, cpu, 10.0)
-    world.activate(following)
+    following = worlds.build(dist.HashStore(), 0, ParallelConfig(), number, cpu, 10.0)
+    swap.activate(following)
     second.close()
     second = following
     assert doubled(second)
 assert count() == before, (before, count())
 
 for rank in range(8):
-    fake = world.build_fake(rank, ParallelConfig(2, 2, 2), cpu)
-    with world.entered(fake):
+    fake = worlds.build_fake(rank, ParallelConfig(2, 2, 2), cpu)
+    with swap.entered(fake):
         assert (dist.get_rank(), dist.get_world_size()) == (rank, 8)
         assert tuple(fake.mesh.get_coordinate()) == (rank // 4, rank // 2 % 2, rank % 2)
     fake.close()

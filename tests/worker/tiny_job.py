@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import etc_agent as etc
 from etc_agent.integrations.native import shards_of
 from etc_agent.migration.engine import Migration
-from etc_agent.worker.switch import SwitchError
-from etc_agent.worker.verify import write_shards
+from etc_agent.worker.change.switch import SwitchError
+from etc_agent.worker.change.verify import write_shards
 
 LAYERS, WIDTH, HIDDEN = 5, 8, 12
 FAULT: dict[str, Any] = {}

@@ -1,0 +1,216 @@
+"""The workers of this node: their processes, what they reported and what they were told."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etc_agent.agent.processes.worker_process import WorkerProcess
+from etc_agent.agent.safety.guardian import Guardian
+from etc_agent.control.channel import Channel
+from etc_agent.control.messages import (
+    Described,
+    FirstStep,
+    Heartbeat,
+    Hello,
+    Message,
+    Plain,
+    Position,
+    Prepared,
+    Progress,
+    Raised,
+    Refused,
+    Switched,
+    shows_life,
+)
+from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.member import WorkerView
+from etc_agent.reconfig.records import Failure, first_cause
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_S = 2.0
+"""How long an ended worker's last messages are waited for."""
+
+
+@dataclass(slots=True)
+class LocalWorker:
+    """One worker: its process and the state of the conversation with it.
+
+    `life_at`: when it last said something that shows its main thread at work, in time.monotonic() seconds; 0 for one
+    that never did. `hang`: what is known of it if it hangs.
+    """
+
+    slot: Slot
+    started_for: int
+    process: WorkerProcess
+    started_at: float
+    channel: Channel | None = None
+    is_closed: bool = False
+    ended_at: float = 0.0
+    told: set[tuple[str, int]] = field(default_factory=set)
+    reports: dict[str, dict[int, Message]] = field(default_factory=lambda: defaultdict(dict))
+    progress: Progress | None = None
+    heartbeats: int = 0
+    position: Position | None = None
+    hang: Failure | None = None
+    life_at: float = 0.0
+    in_session: bool = False
+    is_plain: bool = False
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, once the process has ended and everything that it said has been read."""
+        if self.process.exit_code is None or self.channel is None or self.is_closed:
+            return self.process.exit_code
+        return self.process.exit_code if time.monotonic() - self.ended_at > _LAST_WORDS_S else None
+
+    def _failure(self) -> Failure | None:
+        if self.exit_code is None:
+            return self.hang
+        return self.process.failure(str(self.slot), in_session=self.in_session)
+
+    def send(self, message: Message) -> None:
+        """Send, if it listens; one that is gone shows by other means."""
+        if self.channel is not None:
+            try:
+                self.channel.send(message)
+            except OSError:
+                logger.debug("worker %s is gone; %s was not delivered", self.slot, message.type)
+
+    def view(self) -> WorkerView:
+        return WorkerView(
+            self.slot.index,
+            self.started_for,
+            in_session=self.in_session,
+            is_plain=self.is_plain and not self.in_session,
+            has_stepped=self.progress is not None,
+            exit_code=self.exit_code,
+            failure=self._failure(),
+            told=frozenset(self.told),
+            prepared=dict(self.reports[Prepared.type]),  # type: ignore[arg-type]
+            refused=dict(self.reports[Refused.type]),  # type: ignore[arg-type]
+            switched=dict(self.reports[Switched.type]),  # type: ignore[arg-type]
+            first_step=dict(self.reports[FirstStep.type]),  # type: ignore[arg-type]
+        )
+
+
+class LocalWorkers:
+    """All workers of the node by slot index. Used from the agent's main thread only. `stop_signal`: what a worker that
+    has to end gets first; a signal that told this node to leave is passed on."""
+
+    def __init__(self, node: str, guardian: Guardian) -> None:
+        self._node = node
+        self._guardian = guardian
+        self._workers: dict[int, LocalWorker] = {}
+        self.stop_signal: int = signal.SIGTERM
+
+    def all(self) -> list[LocalWorker]:
+        return list(self._workers.values())
+
+    def views(self) -> dict[int, WorkerView]:
+        return {index: worker.view() for index, worker in self._workers.items()}
+
+    def add(self, index: int, started_for: int, process: WorkerProcess) -> None:
+        """A process was started in slot `index`; the one that was there before has ended."""
+        self._guardian.watch_group(process.pid)
+        self._workers[index] = LocalWorker(Slot(self._node, index), started_for, process, time.monotonic())
+
+    def poll(self) -> None:
+        """Look for ended processes."""
+        for worker in self._workers.values():
+            if worker.process.exit_code is None and worker.process.poll() is not None:
+                worker.ended_at = time.monotonic()
+                self._guardian.forget_group(worker.process.pid)
+                worker.process.kill_group()
+
+    def stop(self, index: int, grace_s: float, *, after_s: float = 0.0) -> None:
+        worker = self._workers[index]
+        worker.process.stop(0.0 if worker.hang else grace_s, after_s=after_s, number=self.stop_signal)
+
+    def stop_all(self, grace_s: float) -> None:
+        for worker in self._workers.values():
+            if worker.process.exit_code is None:
+                worker.process.stop(grace_s, number=self.stop_signal)
+
+    @property
+    def error_file(self) -> Path | None:
+        """The error file of the worker that most likely made the others fail, where there is one."""
+        failed = {failure: worker for worker in self._workers.values() if (failure := worker.view().failure)}
+        cause = first_cause(failed)
+        return failed[cause].process.error_file if cause else None
+
+    @property
+    def are_running(self) -> bool:
+        return any(worker.process.exit_code is None for worker in self._workers.values())
+
+    def are_under_way(self, start_s: float) -> bool:
+        """Whether every worker that runs has opened its session, or has been running for `start_s`."""
+        now = time.monotonic()
+        return all(
+            worker.in_session or worker.process.exit_code is not None or now - worker.started_at >= start_s
+            for worker in self._workers.values()
+        )
+
+    def tell(self, index: int, generation: int, message: Message) -> None:
+        """Send `message` once."""
+        worker = self._workers[index]
+        worker.told.add((message.type, generation))
+        worker.send(message)
+
+    def ask(self, message: Message, members: frozenset[int]) -> bool:
+        """Send `message` to the first worker of `members` that runs a session; whether there is one."""
+        for index in sorted(members):
+            worker = self._workers.get(index)
+            if worker is None or not worker.in_session or worker.process.exit_code is not None:
+                continue
+            if worker.channel is not None:
+                try:
+                    worker.channel.send(message)
+                    return True
+                except OSError:
+                    continue
+        return False
+
+    def receive(self, hello: Hello, channel: Channel, message: Message | None) -> Described | None:
+        """Take in what a worker said. A description is returned, for it is the leader's."""
+        worker = self._workers.get(hello.local_rank)
+        if worker is None or worker.started_for != hello.generation:
+            return None
+        if shows_life(message):
+            worker.life_at = time.monotonic()
+        match message:
+            case None:
+                worker.is_closed = worker.is_closed or channel is worker.channel
+            case Hello():
+                logger.debug("%s said hello in %.3f s", worker.slot, time.monotonic() - worker.started_at)
+                if hello.in_session or worker.channel is None:
+                    worker.channel, worker.in_session = channel, hello.in_session
+            case Position():
+                worker.position = message
+            case Plain():
+                worker.is_plain = True
+            case Described():
+                return message
+            case Prepared() | Refused() | Switched() | FirstStep():
+                worker.reports[message.type][message.generation] = message
+            case Progress():
+                worker.progress = message
+            case Heartbeat(count):
+                worker.heartbeats = count
+            case Raised():
+                worker.process.raised = message.error
+            case _:
+                logger.warning("worker %s sent %s, which only an agent sends", worker.slot, message.type)
+        return None
+
+    def progress(self) -> Progress | None:
+        """The furthest report of progress."""
+        reports = [worker.progress for worker in self._workers.values() if worker.progress is not None]
+        return max(reports, key=lambda report: (report.generation, report.step), default=None)
+
+

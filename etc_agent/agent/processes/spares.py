@@ -1,0 +1,123 @@
+"""Warm spares: on each idle slot of this node a process that has imported everything and waits.
+
+A worker that has to start there begins in a fraction of the time: in the job's growth as in the replacement of a node
+that was lost. `etc_agent.worker.process.spare` is what runs in the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etc_agent.agent.processes.worker_process import WorkerProcess
+from etc_agent.agent.safety.guardian import Guardian
+from etc_agent.agent.settings import JobSettings
+from etc_agent.control.channel import Channel
+from etc_agent.control.messages import Begin, Hello
+
+logger = logging.getLogger(__name__)
+
+_RANK = re.compile(r"\$rank\b|\$\{rank\}")
+_RETRY_S = 2.0
+_MOST_RETRY_S = 120.0
+
+Command = tuple[str, tuple[str, ...]]
+
+
+def spare_command(settings: JobSettings) -> Command | None:
+    """The program and arguments of a job's spare. None where it has none: none are wanted, only a Python script or
+    module could be warm and something else runs, or a rank is needed before there is one."""
+    python, args = os.environ.get("PYTHON_EXEC", sys.executable), [str(arg) for arg in settings.args]
+    prefix = settings.launch_config.log_line_prefix_template or ""
+    if not settings.warm_spares or settings.entrypoint != python or args[:1] != ["-u"] or _RANK.search(prefix):
+        return None
+    if args[1] != "-m" and (not os.path.isfile(args[1]) or zipfile.is_zipfile(args[1])):
+        return None
+    return python, ("-u", "-m", "etc_agent.worker.process.spare", *args[1:])
+
+
+@dataclass(slots=True)
+class _Spare:
+    process: WorkerProcess
+    folder: Path | None
+    channel: Channel | None = None
+
+
+@dataclass(slots=True)
+class Spares:
+    """The spares of one node by slot index.
+
+    `start(index)`: starts the process of a spare, and says where it logs, if anywhere.
+    """
+
+    start: Callable[[int], tuple[WorkerProcess, Path | None]]
+    guardian: Guardian
+    _spares: dict[int, _Spare] = field(default_factory=dict)
+    _retry_at: float = 0.0
+    _retry_s: float = _RETRY_S
+
+    @property
+    def indices(self) -> frozenset[int]:
+        """The slots that hold one."""
+        return frozenset(self._spares)
+
+    def keep(self, indices: Collection[int]) -> None:
+        """Have a spare in each slot of `indices`, and in no other. Call it now and then."""
+        for index, spare in list(self._spares.items()):
+            if spare.process.poll() is not None:
+                self._remove(index)
+                self._retry_at, self._retry_s = time.monotonic() + self._retry_s, min(2 * self._retry_s, _MOST_RETRY_S)
+                logger.warning("the spare in slot %d ended with exit code %s", index, spare.process.exit_code)
+            elif index not in indices:
+                self._end(index)
+        if time.monotonic() < self._retry_at:
+            return
+        for index in sorted(set(indices) - set(self._spares)):
+            process, folder = self.start(index)
+            self.guardian.watch_group(process.pid)
+            self._spares[index] = _Spare(process, folder)
+
+    def receive(self, hello: Hello, channel: Channel) -> None:
+        """A spare has said hello: from now on it can be taken."""
+        spare = self._spares.get(hello.local_rank)
+        if spare is not None and spare.process.pid == hello.pid:
+            spare.channel = channel
+
+    def take(self, index: int, environment: Mapping[str, str]) -> tuple[WorkerProcess, Path | None] | None:
+        """Make the spare in slot `index` a worker with `environment`. None where there is none to be had."""
+        spare = self._spares.get(index)
+        if spare is None or spare.channel is None or spare.process.poll() is not None:
+            return None
+        try:
+            spare.channel.send(Begin(dict(environment)))
+        except OSError:
+            return None
+        del self._spares[index]
+        self._retry_s = _RETRY_S
+        return spare.process, spare.folder
+
+    def close(self) -> None:
+        """End them all. They hold nothing, so there is nothing to wait for."""
+        for index in list(self._spares):
+            self._end(index)
+
+    def _end(self, index: int) -> None:
+        process = self._spares[index].process
+        process.stop(0.0)
+        while process.poll() is None:
+            time.sleep(0.005)
+        self._remove(index)
+
+    def _remove(self, index: int) -> None:
+        spare = self._spares.pop(index)
+        self.guardian.forget_group(spare.process.pid)
+        if spare.folder is not None and not any(path.stat().st_size for path in spare.folder.glob("*")):
+            shutil.rmtree(spare.folder, ignore_errors=True)

@@ -1,0 +1,78 @@
+"""Starts the worker processes of one node: from a warm spare where there is one, else cold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from etc_agent.agent.interface import gloo_variables
+from etc_agent.agent.processes.environment import worker_environment
+from etc_agent.agent.processes.logs import NodeLogs
+from etc_agent.agent.processes.spares import Spares, spare_command
+from etc_agent.agent.processes.torch_events import TorchEvents
+from etc_agent.agent.processes.worker_process import WorkerProcess
+from etc_agent.agent.safety.guardian import Guardian
+from etc_agent.agent.settings import JobSettings
+from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.records import NodeRecord
+
+
+class Starter:
+    """Knows how a process of this job is started here. `control_socket`: where it finds the agent."""
+
+    def __init__(
+        self,
+        settings: JobSettings,
+        record: NodeRecord,
+        logs: NodeLogs,
+        events: TorchEvents,
+        guardian: Guardian,
+        control_socket: str,
+    ) -> None:
+        self._settings, self._node, self._logs, self._events = settings, record.name, logs, events
+        self._control_socket = control_socket
+        self._environment = {**gloo_variables(record.address), **settings.env}
+        self._spare_command = spare_command(settings)
+        self.spares = Spares(self._start_spare, guardian)
+
+    def start(self, index: int, generation: Generation, restart_count: int, *, joining: bool) -> WorkerProcess:
+        """Start the worker in slot `index` for `generation`.
+
+        Raises:
+            EtcError: its program cannot be started.
+        """
+        settings, slot = self._settings, Slot(self._node, index)
+        environment = worker_environment(
+            generation, slot,
+            run_id=settings.run_id,
+            launch_config=settings.launch_config,
+            restart_count=restart_count,
+            control_socket=self._control_socket,
+            joining=joining,
+            extra=self._environment,
+        )
+        if (spare := self.spares.take(index, environment)) is not None:
+            process, folder = spare
+            process.begin(environment)
+            self._logs.adopt(folder, slot, generation)
+            return process
+        logs = self._logs.of(slot, generation, environment)
+        return WorkerProcess.start(
+            settings.launch_config, settings.entrypoint, settings.args, index, environment, logs, self._events
+        )
+
+    def keep_spares(self, indices: Collection[int]) -> None:
+        """Have a warm spare in each slot of `indices` and in no other, where this job can have any."""
+        are_possible = self._spare_command is not None and self._logs.admit_spares
+        self.spares.keep(indices if are_possible else ())
+
+    def _start_spare(self, index: int) -> tuple[WorkerProcess, Path | None]:
+        assert self._spare_command is not None
+        environment = {**self._environment, SOCKET_VARIABLE: self._control_socket, SLOT_VARIABLE: str(index)}
+        logs, folder = self._logs.of_spare(Slot(self._node, index))
+        process = WorkerProcess.start(
+            self._settings.launch_config, *self._spare_command, index, environment, logs, self._events
+        )
+        return process, folder

@@ -1,0 +1,176 @@
+"""One worker process on one slot, started through torch.distributed.elastic."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext, start_processes
+from torch.distributed.elastic.utils import macros
+
+from etc_agent.agent.processes.numa import bound
+from etc_agent.agent.processes.torch_events import TorchEvents
+from etc_agent.errors import EtcError
+from etc_agent.reconfig.records import Failure, FailureKind
+
+_PEER_LOST = re.compile(
+    r"connection (closed|reset|refused)|closed by peer|reset by peer|broken pipe|connect timeout|timed out waiting"
+    r"|gloo|nccl|socket|DistBackendError|DistNetworkError|DistStoreError",
+    re.IGNORECASE,
+)
+
+
+class WorkerProcess:
+    """A running worker. A torchelastic process context is all-or-nothing, so each worker has one of its own."""
+
+    def __init__(self, context: PContext, environment: dict[str, str], events: TorchEvents) -> None:
+        self._context = context
+        self._environment = environment
+        self._events = events
+        self.pid: int = context.pids()[0]
+        self.exit_code: int | None = None
+        self._killed_by = 0
+        self.raised = ""
+        self._term_at: float | None = None
+        self._kill_at = float("inf")
+        self._stop_signal: int = signal.SIGTERM
+        self._is_asked = False
+        self._error_file = ""
+
+    @classmethod
+    def start(
+        cls,
+        launch_config: Any,
+        entrypoint: str | Callable[..., Any],
+        args: tuple[Any, ...],
+        local_rank: int,
+        environment: dict[str, str],
+        logs: LogsSpecs,
+        events: TorchEvents,
+    ) -> WorkerProcess:
+        """Start `entrypoint` in slot `local_rank`; see `worker_environment` for `environment`, `NodeLogs` for `logs`.
+        Without a RANK in it this is a spare, until `begin`.
+
+        Raises:
+            EtcError: there is no such program, or it cannot be bound to CPUs.
+        """
+        args = tuple(macros.substitute(list(args), str(local_rank)))
+        entrypoint, args = bound(entrypoint, args, local_rank, launch_config.numa_options)
+        template = launch_config.log_line_prefix_template
+        prefix = template and Template(template).safe_substitute(
+            role_name=launch_config.role, rank=environment.get("RANK", "spare"), local_rank=local_rank
+        )
+        try:
+            context = start_processes(
+                name=launch_config.role,
+                entrypoint=entrypoint,
+                args={0: args},
+                envs={0: environment},
+                logs_specs=logs,
+                log_line_prefixes={0: prefix or f"[{launch_config.role}{local_rank}]:"},
+                start_method=launch_config.start_method,
+                duplicate_stdout_filters=launch_config.duplicate_stdout_filters,
+                duplicate_stderr_filters=launch_config.duplicate_stderr_filters,
+            )
+        except (FileNotFoundError, PermissionError) as error:
+            raise EtcError(f"the worker's program cannot be started: {error.filename}: {error.strerror}") from None
+        process = cls(context, environment, events)
+        if "RANK" in environment:
+            events.worker_started(environment, process.pid)
+        return process
+
+    def begin(self, environment: dict[str, str]) -> None:
+        """This spare is a worker now."""
+        self._environment = environment
+        self._events.worker_started(environment, self.pid)
+
+    def poll(self) -> int | None:
+        """The exit code once the process has ended (128 + signal where one ended it), else None. Never waits."""
+        if self.exit_code is None:
+            self._signal_if_due()
+            result = self._context.wait(timeout=0)
+            if result is not None:
+                failure = result.failures.get(0)
+                code = failure.exitcode if failure else 0
+                self.exit_code = 128 - code if code < 0 else code
+                self._killed_by = max(-code, 0)
+                self._error_file = self._context.error_files[0]
+                if "RANK" in self._environment:
+                    error = json.dumps(failure.error_file_data) if failure else None
+                    self._events.worker_ended(
+                        self._environment, self.pid, code, was_stopped=self.is_stopping, error=error
+                    )
+        return self.exit_code
+
+    def stop(self, grace_s: float, *, after_s: float = 0.0, number: int = signal.SIGTERM) -> None:
+        """Have `poll` see to it that this process ends: signal `number` to its group in `after_s` (it may be about to
+        exit by itself), SIGKILL `grace_s` later. A repeated call can only make it sooner."""
+        self._stop_signal = number
+        at = time.monotonic() + after_s
+        if self._term_at is None or at < self._term_at:
+            self._term_at, self._kill_at = at, at + grace_s
+        self._signal_if_due()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._term_at is not None
+
+    def _signal_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self._kill_at:
+            self._signal(signal.SIGKILL)
+        elif self._term_at is not None and now >= self._term_at and not self._is_asked:
+            self._is_asked = True
+            self._signal(self._stop_signal)
+
+    def kill_group(self) -> None:
+        """Kill whatever is left of its process group."""
+        self._signal(signal.SIGKILL)
+
+    def failure(self, slot: str, *, in_session: bool) -> Failure | None:
+        """Why it ended, or None where it runs, ended well or was told to. `in_session`: it says what it raises, unless
+        that came from a lost peer."""
+        if not self.exit_code or self.is_stopping:
+            return None
+        if self._killed_by and not self.raised:
+            name = _signal_name(self._killed_by)
+            return Failure(slot, FailureKind.KILLED, self.exit_code, f"pid {self.pid} was killed by {name}")
+        error = self.raised or self._recorded_error()
+        if not error:
+            ended = f"pid {self.pid} ended with exit code {self.exit_code}"
+            kind = FailureKind.PEER_LOST if in_session else FailureKind.SILENT
+            return Failure(slot, kind, self.exit_code, ended)
+        kind = FailureKind.PEER_LOST if _PEER_LOST.search(error) else FailureKind.RAISED
+        return Failure(slot, kind, self.exit_code, error)
+
+    @property
+    def error_file(self) -> Path | None:
+        """What torchelastic's @record has written, if it has, once the process has ended."""
+        return Path(self._error_file) if self._error_file and os.path.isfile(self._error_file) else None
+
+    def _recorded_error(self) -> str:
+        """The message that torchelastic's @record left, if any."""
+        try:
+            message = json.loads(Path(self._error_file).read_text())["message"]
+        except (OSError, ValueError, KeyError):
+            return ""
+        text = message.get("message", "") if isinstance(message, dict) else str(message)
+        return text.strip().splitlines()[0] if text.strip() else ""
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def _signal_name(number: int) -> str:
+    """Real-time signals have numbers only."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

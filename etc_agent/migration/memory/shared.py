@@ -1,0 +1,119 @@
+"""Memory that workers on one host share, so that a box goes from tensor to tensor with a single copy.
+
+In `keep` mode a worker's new tensors exist before the migration runs. Allocated here, they lie in one anonymous memory
+file; every sender on the same host maps that file while it prepares, and at the switch copies its boxes straight to
+where they belong, strided ones too. A bell (`bells`) says that a round's are there. Between hosts messages go over the
+process group (`neighbours`).
+
+A large tensor gives its pages back when it goes, whatever else of its file is still in use; small ones share a few
+pages. So a tensor that outlives many generations holds its own memory, and the addresses around it.
+
+A late writer does no harm: if a migration is given up its file goes with it, and nothing else ever lies there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from etc_agent.migration.memory.bits import as_bits
+from etc_agent.migration.memory.memory_file import MemoryFile, can_share
+from etc_agent.migration.memory.pages import prefault
+from etc_agent.migration.memory.parcels import Parcel, lay_out, tensor_at, tensors_of
+from etc_agent.migration.schedule import Message
+from etc_agent.planner.plan import MigrationPlan
+from etc_agent.state.layout import Shard
+
+
+class SharedMemory:
+    """The new tensors of one worker, touched and ready to be written to by its peers.
+
+    Args:
+        plan, worker: every new shard of `worker` gets memory, but for those that keep their old storage.
+
+    Attributes:
+        tensors: shard -> contiguous tensor, each over a storage of exactly its bytes. The memory lives as long as any.
+        file: where they are, for peers to map; None without any, or after `close`.
+
+    Raises:
+        OSError: there is no room, or no descriptor is left.
+    """
+
+    def __init__(self, plan: MigrationPlan, worker: int) -> None:
+        parcels, size = arena_layout(plan, worker)
+        self.file: MemoryFile | None = None
+        self.tensors: dict[Shard, torch.Tensor] = {}
+        if not size:
+            return
+        self.file = MemoryFile(size)
+        memory = self.file.memory
+        flat = torch.frombuffer(memory.part(0, size, gives_back=False), dtype=torch.uint8)
+        if not prefault(flat):
+            flat.zero_()
+        self.tensors = tensors_of(memory, parcels)
+
+    def holds(self, shard: Shard, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is the one that was allocated here for `shard`."""
+        mine = self.tensors.get(shard)
+        return mine is not None and mine.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
+
+    def close(self) -> None:
+        """No peer can map this memory any more. The tensors stay."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def shared_memory_for(plan: MigrationPlan, worker: int, device: torch.device) -> SharedMemory | None:
+    """`SharedMemory` where the system has such memory and the process may have some more of it, else None."""
+    if device.type != "cpu" or not can_share():
+        return None
+    try:
+        return SharedMemory(plan, worker)
+    except OSError:
+        return None
+
+
+class PeerTensors:
+    """Where shared messages go in `keep` mode: straight into the new tensors of the peer.
+
+    Args:
+        mapped: the memory of each peer, in this process.
+    """
+
+    def __init__(self, plan: MigrationPlan, mapped: Mapping[int, ctypes.Array[ctypes.c_char]]) -> None:
+        self._mapped = mapped
+        self._starts = {peer: _starts(arena_layout(plan, peer)[0]) for peer in mapped}
+
+    def outgoing(self, message: Message) -> tuple[torch.Tensor, ...]:
+        memory, starts = self._mapped[message.peer], self._starts[message.peer]
+        targets = []
+        for transfer in message.transfers:
+            shard = Shard(transfer.tensor, transfer.target_box)
+            target = as_bits(tensor_at(memory, starts[shard], shard)[transfer.box.within(shard.box)])
+            prefault(target)
+            targets.append(target)
+        return tuple(targets)
+
+    def incoming(self, message: Message) -> tuple[torch.Tensor, ...]:
+        """They are where they belong already."""
+        return ()
+
+
+def arena_layout(plan: MigrationPlan, worker: int) -> tuple[list[Parcel], int]:
+    """Where the new shards of `worker` lie in its shared memory, and its size in bytes; the same in every process."""
+    kept = {Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker and r.is_whole}
+    received = (Shard(t.tensor, t.target_box) for transfers in plan.rounds for t in transfers if t.target == worker)
+    referred = (Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker)
+    return lay_out(sorted({*received, *referred} - kept))
+
+
+def arena_bytes(plan: MigrationPlan, worker: int) -> int:
+    """The size of that memory."""
+    return arena_layout(plan, worker)[1]
+
+
+def _starts(parcels: Iterable[Parcel]) -> dict[Shard, int]:
+    return {shard: start for parcel in parcels for shard, start in parcel.starts.items()}

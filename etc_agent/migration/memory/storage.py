@@ -1,0 +1,289 @@
+"""Where a worker's old and new tensors live during a migration: the two modes of `Migration`.
+
+`Held` is `keep`: old and new state lie side by side, and the old one stays whole. `OnDemand` is `release`: a new tensor
+gets memory when its first bytes are about to arrive, an old one loses it when its last bytes have gone, and the sum
+stays below a budget that is checked before anything moves.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.memory.bits import as_bytes, dtype_name
+from etc_agent.migration.memory.carrying import Carry, carry_of
+from etc_agent.migration.memory.lifetimes import Lifetimes, Step
+from etc_agent.migration.memory.pages import Mapped, can_map, prefault, prefer_huge_pages
+from etc_agent.migration.memory.parcels import lay_out, tensors_of
+from etc_agent.migration.memory.recycling import SparePages
+from etc_agent.migration.report import MemoryPoint
+from etc_agent.planner.plan import Refer
+from etc_agent.state.layout import Shard
+
+
+class Storage(Protocol):
+    """What `Migration` asks of a mode."""
+
+    sources: dict[Shard, torch.Tensor]
+    targets: dict[Shard, torch.Tensor]
+    timeline: list[MemoryPoint]
+
+    def source(self, shard: Shard) -> torch.Tensor: ...
+
+    def target(self, shard: Shard) -> torch.Tensor: ...
+
+    def note(self) -> None: ...
+
+
+class Held:
+    """Everything is there from the start and stays."""
+
+    def __init__(self, sources: Mapping[Shard, torch.Tensor], targets: Mapping[Shard, torch.Tensor]) -> None:
+        self.sources = dict(sources)
+        self.targets = dict(targets)
+        self.timeline: list[MemoryPoint] = []
+        # Tensors that share a storage hold it once.
+        storages = [tensor.untyped_storage() for tensor in (*sources.values(), *targets.values())]
+        self._held_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    def source(self, shard: Shard) -> torch.Tensor:
+        return self.sources[shard]
+
+    def target(self, shard: Shard) -> torch.Tensor:
+        return self.targets[shard]
+
+    def note(self) -> None:
+        """Put the bytes of old and new tensors on the timeline."""
+        self.timeline.append(MemoryPoint(time.time(), self._held_bytes))
+
+
+class OnDemand:
+    """Memory comes and goes with the steps.
+
+    Args:
+        sources: given up by the caller: their storages are emptied as the migration goes, whoever else refers to them.
+            A storage with bytes that no shard of `sources` covers stays, and so does one that is a file with a name.
+        device: where new tensors go.
+
+    Attributes:
+        held_bytes: of old and new tensors, and of what the caller adds.
+        limit_bytes: what pages between their old and their new tensor may not bring it beyond.
+    """
+
+    def __init__(self, worker: int, sources: Mapping[Shard, torch.Tensor], device: torch.device) -> None:
+        self.sources = dict(sources)
+        self.targets: dict[Shard, torch.Tensor] = {}
+        self.timeline: list[MemoryPoint] = []
+        self._reserved: dict[Shard, torch.Tensor] = {}
+        self._to_come_bytes = 0
+        self._touched: dict[Shard, None] = {}
+        self._touched_bytes = 0
+        self._carries: dict[Shard, Carry] = {}
+        self._spare = SparePages()
+        self._worker = worker
+        self._device = device
+        self._members: dict[int, set[Shard]] = defaultdict(set)
+        for shard, tensor in sources.items():
+            self._members[_storage_key(tensor)].add(shard)
+        self._pinned = {key for key, shards in self._members.items() if not self._may_empty(shards)}
+        self.old_bytes = sum(
+            self.sources[next(iter(shards))].untyped_storage().nbytes() for shards in self._members.values()
+        )
+        self.held_bytes = self.old_bytes
+        self.limit_bytes = 1 << 62
+        self.note()
+
+    def keep_whole(self, refers: Sequence[Refer]) -> None:
+        """Shards that are the same before and after become targets as they are."""
+        for refer in refers:
+            if refer.is_whole:
+                shard = Shard(refer.tensor, refer.box)
+                self.targets[shard] = self.sources[shard]
+                self._pinned.add(_storage_key(self.sources[shard]))
+
+    def freed_bytes(self, lifetimes: Lifetimes) -> dict[Shard, int]:
+        """What the close of each old shard will give back: a shared storage goes with the last of its shards."""
+        left = {key: set(shards) for key, shards in self._members.items()}
+        freed = {}
+        for step in (*lifetimes.local, *lifetimes.rounds):
+            for shard in step.closes:
+                key = _storage_key(self.sources[shard])
+                left[key].discard(shard)
+                if not left[key] and key not in self._pinned:
+                    freed[shard] = self.sources[shard].untyped_storage().nbytes()
+        return freed
+
+    def source(self, shard: Shard) -> torch.Tensor:
+        return self.sources[shard]
+
+    def target(self, shard: Shard) -> torch.Tensor:
+        """The new tensor; before its time, one of its shape without memory (at its address if that is reserved)."""
+        tensor = self.targets.get(shard, self._reserved.get(shard))
+        return tensor if tensor is not None else self._empty(shard, torch.device("meta"))
+
+    def reserve(self, lifetimes: Lifetimes, may_carry: Mapping[Shard, Refer]) -> bool:
+        """Give the tensors to come their addresses, without memory, so that views of them can be made now.
+
+        Memory comes with the bytes, by the kernel's faults: on the host only.
+
+        Args:
+            may_carry: by new shard, the local part whose pages it may take over from the old one (`carrying`).
+
+        Returns:
+            Whether that could be done.
+        """
+        if self._device.type != "cpu" or not can_map:
+            return False
+        coming = [shard for step in (*lifetimes.local, *lifetimes.rounds) for shard in step.opens]
+        self._carries = {shard: c for shard in coming if shard in may_carry and (c := self._carry(may_carry[shard]))}
+        parcels, size = lay_out(coming, {shard: carry.shift for shard, carry in self._carries.items()})
+        if size:
+            try:
+                memory = Mapped(size)
+            except OSError:
+                self._carries = {}
+                return False
+            tensors = tensors_of(memory, parcels)
+            self._reserved = {shard: tensors[shard] for shard in coming if shard in tensors}
+            for shard, tensor in self._reserved.items():
+                for part in self._without_carried(shard, tensor):
+                    prefer_huge_pages(part)
+            self._to_come_bytes = sum(self._fresh_bytes(shard) for shard in self._reserved)
+        return True
+
+    @property
+    def carried(self) -> Collection[Refer]:
+        """The local parts that need no copy: `open` puts their pages under the new tensor."""
+        return {carry.refer for carry in self._carries.values()}
+
+    def touch_ahead(self, limit_bytes: int) -> None:
+        """Give memory now to the first tensors to come, up to `limit_bytes`: what a worker grows by need not wait.
+
+        The first ones, so that all of them are open before any other opens, and the peak is what it was.
+        """
+        for shard, tensor in self._reserved.items():
+            fresh_bytes = self._fresh_bytes(shard)
+            if self._touched_bytes + fresh_bytes > limit_bytes:
+                break
+            if not all(prefault(part) for part in self._without_carried(shard, tensor)):
+                break
+            self._touched[shard] = None
+            self._touched_bytes += fresh_bytes
+            self._to_come_bytes -= fresh_bytes
+
+    def open(self, step: Step) -> None:
+        """Provide memory for what the step brings into being."""
+        for shard in step.opens:
+            reserved = self._reserved.pop(shard, None)
+            if reserved is None:
+                self.targets[shard] = self._empty(shard, self._device)
+            else:
+                self.targets[shard] = reserved
+            self.held_bytes += shard.num_bytes
+            if shard in self._touched:
+                self._touched_bytes -= self._fresh_bytes(shard)
+            else:
+                self._to_come_bytes -= self._fresh_bytes(shard)
+            if reserved is not None:
+                self._provide(shard, reserved)
+        if step.opens:
+            self._settle()
+
+    def close(self, step: Step) -> None:
+        """The step's copies and messages are done: take the memory of old shards away."""
+        for shard in step.closes:
+            tensor = self.sources.pop(shard)
+            key = _storage_key(tensor)
+            self._members[key].discard(shard)
+            if not self._members[key] and key not in self._pinned:
+                self.held_bytes -= self._spare.offer(tensor, self._to_come_bytes)
+        if step.closes:
+            self._settle()
+
+    def note(self) -> None:
+        """Put the present number of bytes on the timeline."""
+        self.timeline.append(MemoryPoint(time.time(), self.held_bytes + self._spare.num_bytes + self._touched_bytes))
+
+    def _carry(self, refer: Refer) -> Carry | None:
+        source = self.sources[Shard(refer.tensor, refer.source_box)]
+        key = _storage_key(source)
+        # What others see in the same storage would lose its bytes too.
+        is_alone = len(self._members[key]) == 1 and key not in self._pinned
+        return carry_of(refer, source) if is_alone and self._spare.can_move(source.untyped_storage()) else None
+
+    def _provide(self, shard: Shard, new: torch.Tensor) -> None:
+        """Put pages under a new tensor: those of the part that it takes over, whose ends are copied, and spare ones."""
+        carry = self._carries.get(shard)
+        gaps = [(_page_of(new.data_ptr()), new.data_ptr() + new.nbytes)]
+        before = moved = 0
+        if carry is not None:
+            source = self.sources[Shard(carry.refer.tensor, carry.refer.source_box)]
+            start, to = source.data_ptr() + carry.source_start, new.data_ptr() + carry.target_start
+            before, moved = self._spare.carry(source.untyped_storage(), start, carry.num_bytes, to)
+            self.held_bytes -= moved
+            gaps = [(gaps[0][0], to + before), (to + before + moved, gaps[0][1])]
+        if shard not in self._touched:
+            for gap in gaps:
+                self._spare.fill(*gap)
+        if carry is not None:
+            old_bytes = as_bytes(source)[carry.source_start : carry.source_start + carry.num_bytes]
+            new_bytes = as_bytes(new)[carry.target_start : carry.target_start + carry.num_bytes]
+            new_bytes[:before] = old_bytes[:before]
+            new_bytes[before + moved :] = old_bytes[before + moved :]
+
+    def _without_carried(self, shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The bytes of a new tensor that no carried pages will be put under."""
+        flat, carry = as_bytes(tensor), self._carries.get(shard)
+        parts = (flat[: carry.target_start], flat[carry.target_start + carry.num_bytes :]) if carry else (flat,)
+        return [part for part in parts if part.numel()]
+
+    def _fresh_bytes(self, shard: Shard) -> int:
+        """What a tensor to come needs beside the pages that it takes over."""
+        carry = self._carries.get(shard)
+        return shard.num_bytes - (max(0, carry.num_bytes - 2 * mmap.PAGESIZE) if carry else 0)
+
+    def _settle(self) -> None:
+        room_bytes = max(0, self.limit_bytes - self.held_bytes - self._touched_bytes)
+        self._spare.shrink(room_bytes if self._to_come_bytes > 0 else 0)
+        self.note()
+
+    def _may_empty(self, shards: set[Shard]) -> bool:
+        """Whether a storage holds the tensors of `shards`, which are all in it, and nothing of anybody else."""
+        tensors = [self.sources[shard] for shard in shards]
+        storage = tensors[0].untyped_storage()
+        if storage.device.type == "cpu" and not tensors[0].is_pinned() and self._spare.is_file(storage):
+            return False
+        covered = storage.data_ptr()
+        for start, size in sorted((t.data_ptr(), t.nbytes) for t in tensors if _is_dense(t)):
+            if start > covered:
+                return False
+            covered = max(covered, start + size)
+        return covered >= storage.data_ptr() + storage.nbytes()
+
+    def _empty(self, shard: Shard, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.empty(shard.box.shape, dtype=getattr(torch, shard.tensor.dtype), device=device)
+        except RuntimeError as error:
+            raise MigrationError(
+                f"worker {self._worker}: no memory for {shard.num_bytes} bytes of {shard.tensor.name!r} "
+                f"({dtype_name(getattr(torch, shard.tensor.dtype))}) on {device}: {error}"
+            ) from error
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements, in whatever order, fill the memory from the first to the last of them."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
+
+
+def _page_of(address: int) -> int:
+    return address // mmap.PAGESIZE * mmap.PAGESIZE
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

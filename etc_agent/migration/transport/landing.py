@@ -1,0 +1,133 @@
+"""Staging buffers that workers of one host share, in `release` mode: a sender packs straight into its receiver's.
+
+New tensors cannot be shared there, since the pages of old ones are moved under them and shared pages do not move. But
+a worker's landing area can: the messages of a round are laid out in it one behind the other, those of the rounds in
+flight side by side. That takes two copies, one by each end; over loopback there would be two in the kernel, and one
+or two more where a box is not contiguous.
+
+A bell says that a message is there. Where a later round uses the area again a bell in the other direction says that
+the round before has been copied out of it: a *clearance*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from etc_agent.migration.memory.bits import bits_at, touch
+from etc_agent.migration.memory.memory_file import MemoryFile
+from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedule_for
+from etc_agent.migration.transport.bells import Bells, Rung
+from etc_agent.migration.transport.neighbours import Neighbours, find_neighbours, pairs_of_hosts
+from etc_agent.migration.transport.peers import Peers
+from etc_agent.planner.plan import MigrationPlan
+
+_CLEARANCE_TAG = 1 << 24
+"""Added to the tag of the message that a clearance lets come; above every tag of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """How a worker's landing area is laid out: the first byte of each message, by sender and tag."""
+
+    starts: Mapping[tuple[int, int], int]
+    num_bytes: int
+
+
+def area_of(schedule: Schedule) -> Area:
+    """The landing area of the worker whose schedule that is."""
+    ends, in_slot = [0] * WINDOW, {}
+    for number, scheduled in enumerate(schedule.rounds):
+        end = 0
+        for message in scheduled.receives:
+            if message.shared:
+                in_slot[message.peer, message.tag] = (number % WINDOW, end)
+                end += aligned(message.num_bytes)
+        ends[number % WINDOW] = max(ends[number % WINDOW], end)
+    first = [sum(ends[:slot]) for slot in range(WINDOW)]
+    return Area({key: first[slot] + start for key, (slot, start) in in_slot.items()}, sum(ends))
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """The landing areas that one worker reads from (its own) and writes to (its peers')."""
+
+    worker: int
+    neighbours: Neighbours = field(default_factory=Neighbours)
+    mine: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    my_area: Area = field(default_factory=lambda: Area({}, 0))
+    theirs: Mapping[int, tuple[torch.Tensor, Area]] = field(default_factory=dict)
+
+    def outgoing(self, message: Message) -> tuple[torch.Tensor, ...]:
+        memory, area = self.theirs[message.peer]
+        return _items(memory, area.starts[self.worker, message.tag], message)
+
+    def incoming(self, message: Message) -> tuple[torch.Tensor, ...]:
+        return _items(self.mine, self.my_area.starts[message.peer, message.tag], message)
+
+
+def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: bool) -> Landing:
+    """Agree with every other worker on the plan and on whose landing areas are shared. Collective.
+
+    Args:
+        wanted: whether this worker can share at all.
+
+    Raises:
+        MigrationError: as for `Peers.agree`.
+    """
+    all_pairs = pairs_of_hosts(plan, ["any"] * plan.num_workers)
+
+    def size_of(of: int) -> int:
+        """Enough whoever shares; what is never written takes no memory."""
+        return area_of(schedule_for(plan, of, all_pairs)).num_bytes
+
+    size = size_of(worker)
+    file = None
+    if wanted and size:
+        try:
+            file = MemoryFile(size)
+        except OSError:
+            wanted = False
+    neighbours = find_neighbours(plan, worker, peers, file, size_of, wanted=wanted)
+    area = area_of(schedule_for(plan, worker, neighbours.pairs))
+    mine = torch.empty(0, dtype=torch.uint8)
+    if file is not None and area.num_bytes:
+        # A child that was forked meanwhile has the file mapped for as long as it lives.
+        mine = torch.frombuffer(file.memory.part(0, size, gives_back=True), dtype=torch.uint8)
+        touch(mine[: area.num_bytes])
+    theirs = {
+        target: (torch.frombuffer(memory, dtype=torch.uint8), area_of(schedule_for(plan, target, neighbours.pairs)))
+        for target, memory in neighbours.mapped.items()
+    }
+    return Landing(worker, neighbours, mine, area, theirs)
+
+
+class Clearances:
+    """Who may write to whose landing area, round by round. The first `WINDOW` rounds find it empty."""
+
+    def __init__(self, bells: Bells, schedule: Schedule) -> None:
+        self._bells = bells
+        self._rounds = schedule.rounds
+        later = self._rounds[WINDOW:]
+        self._needed = {(m.peer, m.tag) for scheduled in later for m in scheduled.sends if m.shared}
+
+    def of(self, message: Message) -> Rung | None:
+        """What to wait for before `message` is written; None where nothing was in its place."""
+        if (message.peer, message.tag) not in self._needed:
+            return None
+        return Rung(self._bells, message.peer, _CLEARANCE_TAG + message.tag)
+
+    def grant(self, number: int) -> None:
+        """Tell the senders of a round that its place is free. One that is gone will be missed where it is needed."""
+        for message in self._rounds[number].receives if number < len(self._rounds) else ():
+            if message.shared:
+                with contextlib.suppress(RuntimeError):
+                    self._bells.ring(message.peer, _CLEARANCE_TAG + message.tag)
+
+
+def _items(memory: torch.Tensor, start: int, message: Message) -> tuple[torch.Tensor, ...]:
+    items = zip(message.starts_bytes, message.transfers, strict=True)
+    return tuple(bits_at(memory, start + begin, t.box.shape, t.tensor.itemsize) for begin, t in items)

@@ -1,0 +1,63 @@
+"""Letting a generation go that is no longer in force: its groups, sockets, threads and memory, in the background."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch.distributed as dist
+
+from etc_agent.worker.change.prepare import PreparedGeneration, one_line
+from etc_agent.worker.live import LiveGeneration
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Retired:
+    """What is left of a change once the new generation trains. `old` is None on a worker that joined.
+
+    `farewells`: messages to the workers that leave, still on their way over the migration's group.
+    """
+
+    old: LiveGeneration | None
+    prepared: PreparedGeneration
+    farewells: list[dist.Work]
+
+
+def spare_the_collector() -> None:
+    """Let later garbage collections pass over what is there already: modules above all, some 300,000 objects.
+
+    A generation that goes needs a full collection. It holds the interpreter lock, and would stop the first steps of
+    the new generation for as long as it takes to visit every object.
+    """
+    # The first optimizer step would import this anyway, and it is the largest part.
+    import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
+
+
+def retire(retired: Retired) -> None:
+    """Free it all on a thread of its own; the caller keeps no reference to any part."""
+    threading.Thread(target=_let_go, args=(retired,), name="etc-retire", daemon=True).start()
+
+
+def _let_go(retired: Retired) -> None:
+    for work in retired.farewells:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            _log.info("a worker left before it was told to: %s", one_line(error))
+    retired.farewells.clear()
+    if retired.old is not None:
+        retired.old.world.close()
+        retired.old = None
+    # The world in `next` is the one in force now: it stays.
+    retired.prepared.next = None
+    retired.prepared.close()
+    del retired.prepared
+    # Modules, schedules and hooks refer to each other in circles, and a kept group keeps its sockets and threads.
+    gc.collect()

@@ -1,0 +1,117 @@
+"""Building a world: its default group, one group per axis, and the mesh over them.
+
+Group names are process-global in C++, so every world numbers its groups from an offset of its own, the same on all its
+ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.world.swap import Contents, World, entered, entered_contents, original_excepthook
+
+AXES: Final = ("pp", "dp", "tp")
+"""The mesh's axes, slowest first, so that mesh ranks are virtual ranks."""
+
+_GROUPS_PER_WORLD: Final = 1_000_000
+_FIRST_FAKE_WORLD: Final = 1_000_000
+_fake_numbers = itertools.count(_FIRST_FAKE_WORLD)
+
+def build(
+    store: dist.Store, rank: int, config: ParallelConfig, number: int, device: torch.device, timeout_s: float
+) -> World:
+    """Build the world of generation `number` in the calling thread, beside whatever world is active.
+
+    Collective over the ranks of `config`; `store` is the generation's own, and this thread's alone. Every group gets
+    `timeout_s`, and is used once so that its connections stand.
+
+    Raises:
+        dist.DistError, RuntimeError: a rank did not come in time.
+    """
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    world = _build(store, rank, config, number, backend, device, timedelta(seconds=timeout_s))
+    with entered(world):
+        for group in world.groups:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return world
+
+
+def build_fake(rank: int, config: ParallelConfig, device: torch.device) -> World:
+    """A world without peers, for building `rank`'s part of a model under `config` on meta. Nothing communicates."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return _build(FakeStore(), rank, config, next(_fake_numbers), "fake", device, timedelta(seconds=1))
+
+
+_building = threading.Lock()
+
+
+def _build(
+    store: dist.Store,
+    rank: int,
+    config: ParallelConfig,
+    number: int,
+    backend: str,
+    device: torch.device,
+    timeout: timedelta,
+) -> World:
+    contents = Contents(first_group=number * _GROUPS_PER_WORLD)
+    with entered_contents(contents):
+        excepthook = _init_default_group(store, rank, config.num_ranks, backend, timeout)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        groups = [everyone]
+        axes = []
+        ranks = torch.arange(config.num_ranks, dtype=torch.int, device="cpu").reshape(config.pp, config.dp, config.tp)
+        for index in range(len(AXES)):
+            axis = _axis_group(ranks.movedim(index, -1), rank, everyone, timeout)
+            axes.append(axis)
+            if axis is not everyone:
+                groups.append(axis)
+        mesh = DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=AXES)
+        mesh.etc_world = number  # type: ignore[attr-defined]
+    return World(config, rank, mesh, contents, excepthook, groups)
+
+
+def _init_default_group(
+    store: dist.Store, rank: int, size: int, backend: str, timeout: timedelta
+) -> Callable[..., Any]:
+    """Make the entered world's default group; return the exception hook that goes with it.
+
+    torch wraps the present hook at every call, to write ``[rank0]`` before tracebacks. Worlds are made again and
+    again, so each wraps the process's own hook and is put in force with its world.
+    """
+    with _building:
+        present = sys.excepthook
+        sys.excepthook = original_excepthook
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            return sys.excepthook
+        finally:
+            sys.excepthook = present
+
+
+def _axis_group(
+    lines: torch.Tensor, rank: int, everyone: dist.ProcessGroup, timeout: timedelta
+) -> dist.ProcessGroup:
+    """The group along one axis that `rank` is in. `lines`: virtual ranks, that axis last. Every rank makes all."""
+    rows = lines.reshape(-1, lines.shape[-1]).tolist()
+    if len(rows) == 1:
+        return everyone
+    mine = None
+    for row in rows:
+        group = dist.new_group(row, timeout=timeout)
+        if rank in row:
+            mine = group
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine

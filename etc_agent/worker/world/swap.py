@@ -1,0 +1,183 @@
+"""Whole c10d worlds that can be put in place of the one in use, and destroyed later.
+
+torch.distributed keeps its process groups in one module-level object, `distributed_c10d._world`. Here that object is
+replaced by one whose contents depend on the thread: a background thread *enters* a world of its own and builds a
+default group, axis groups and a device mesh in it (`build`), while every other thread goes on in the active one; the
+main thread *activates* the new world at a safe point.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from etc_agent.errors import EtcError
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.world.dtensor_caches import clear_dtensor_caches, tell_meshes_apart
+
+_CONTENTS: Final[dict[str, Callable[[], Any]]] = {
+    "default_pg": lambda: None,
+    "pg_map": dict,
+    "pg_names": dict,
+    "pg_group_ranks": dict,
+    "pg_backend_config": dict,
+    "group_count": int,
+    "tags_to_pg": dict,
+    "pg_to_tag": dict,
+    "pg_coalesce_state": dict,
+    "comms": list,
+}
+
+
+class Contents:
+    """What c10d knows of one world."""
+
+    default_pg: dist.ProcessGroup | None
+    pg_names: dict[dist.ProcessGroup, str]
+
+    def __init__(self, first_group: int = 0) -> None:
+        for name, empty in _CONTENTS.items():
+            setattr(self, name, empty())
+        self.group_count = first_group
+
+
+class _SwappableWorld(c10d._World):
+    """c10d's world object with per-thread contents: those that the thread entered, else the active ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["active"] = Contents()
+        self.__dict__["entered"] = threading.local()
+
+    @property
+    def contents(self) -> Contents:
+        return getattr(self.__dict__["entered"], "contents", None) or self.__dict__["active"]
+
+
+def _delegate(name: str) -> property:
+    def get(world: _SwappableWorld) -> Any:
+        return getattr(world.contents, name)
+
+    def put(world: _SwappableWorld, value: Any) -> None:
+        setattr(world.contents, name, value)
+
+    return property(get, put)
+
+
+for _name in _CONTENTS:
+    setattr(_SwappableWorld, _name, _delegate(_name))
+
+
+@dataclass(slots=True)
+class World:
+    """One generation's process groups: the default group, one group per axis, and the mesh over them."""
+
+    config: ParallelConfig
+    rank: int
+    mesh: DeviceMesh
+    contents: Contents
+    excepthook: Callable[..., Any]
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Shut down every group of this world, also those that user code made in it. Safe to call twice.
+
+        Sockets and threads go when the last reference to a group does; the mesh's are dropped here.
+        """
+        with entered(self):
+            names = dict(self.contents.pg_names)
+            for group in sorted(names, key=lambda each: names[each], reverse=True):
+                group.shutdown()
+                c10d._unregister_process_group(c10d.GroupName(names[group]))
+        for name, empty in _CONTENTS.items():
+            setattr(self.contents, name, empty())
+        self.groups.clear()
+        registry = getattr(self.mesh, "_pg_registry", None)
+        if registry is not None:
+            registry.clear()
+
+
+original_excepthook = sys.excepthook
+
+
+def install() -> None:
+    """Make worlds swappable in this process.
+
+    Raises:
+        EtcError: a default process group exists already.
+    """
+    if isinstance(c10d._world, _SwappableWorld):
+        if dist.is_initialized():
+            raise EtcError("a session is open in this process already; close it before opening another")
+        return
+    if dist.is_initialized():
+        raise EtcError(
+            "init_process_group was called before etc.session(); remove it, the session makes the process groups"
+        )
+    c10d._world = _SwappableWorld()
+    tell_meshes_apart()
+    dist.init_process_group = c10d.init_process_group = _explaining(c10d.init_process_group)  # type: ignore[assignment]
+
+
+def _explaining(init_process_group: Callable[..., None]) -> Callable[..., None]:
+    """torch's function, which inside a session would only say that it was called twice."""
+
+    @functools.wraps(init_process_group)
+    def explaining(*args: Any, **kwargs: Any) -> None:
+        if dist.is_initialized():
+            raise EtcError(
+                "init_process_group was called inside etc.session(); remove it, the session has made the process groups"
+            )
+        init_process_group(*args, **kwargs)
+
+    return explaining
+
+
+def _swappable() -> _SwappableWorld:
+    assert isinstance(c10d._world, _SwappableWorld), "worlds are not installed"
+    return c10d._world
+
+
+@contextmanager
+def entered_contents(contents: Contents) -> Iterator[None]:
+    local = _swappable().__dict__["entered"]
+    before = getattr(local, "contents", None)
+    local.contents = contents
+    try:
+        yield
+    finally:
+        local.contents = before
+
+
+@contextmanager
+def entered(world: World) -> Iterator[None]:
+    """In this thread alone, torch.distributed means `world`."""
+    with entered_contents(world.contents):
+        yield
+
+
+def activate(world: World) -> None:
+    """From now on torch.distributed means `world`, in every thread that has not entered another.
+
+    The calling thread's caches of DTensor are emptied: what they know is of meshes that do not come back.
+    """
+    _swappable().__dict__["active"] = world.contents
+    c10d._update_default_pg(world.contents.default_pg)
+    sys.excepthook = world.excepthook
+    clear_dtensor_caches()
+
+
+def deactivate() -> None:
+    """Leave no world active."""
+    _swappable().__dict__["active"] = Contents()
+    sys.excepthook = original_excepthook
+    clear_dtensor_caches()
