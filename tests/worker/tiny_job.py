@@ -74,7 +74,26 @@ def build(parallel: etc.ParallelContext) -> etc.TrainState:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 0.01 * step))
     if FAULT.get("forget_scheduler") == [parallel.generation, parallel.rank]:
         scheduler = None
-    return etc.TrainState(model, optimizer, scheduler, extras={"own": Own(), "seen": Seen()}, init=initialise)
+    extras = {"own": Own(), "seen": Seen(), "notes": Notes()}
+    return etc.TrainState(model, optimizer, scheduler, extras=extras, init=initialise)
+
+
+def fail_once_to_be_read(extra: str) -> None:
+    """Raise, where the fault ``{"unreadable": [EXTRA, RANK]}`` names this extra on this rank."""
+    if FAULT.get("unreadable") == [extra, int(os.environ["RANK"])]:
+        del FAULT["unreadable"]
+        raise LookupError(f"the state of {extra} is not at hand")
+
+
+class Notes:
+    """State that is the same on every rank: none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        fail_once_to_be_read("notes")
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict == {}
 
 
 class Own:
@@ -86,6 +105,7 @@ class Own:
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
+        fail_once_to_be_read("own")
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

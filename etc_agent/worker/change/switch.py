@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,14 +93,16 @@ def switch(
     may_run = True
     try:
         host = settlement.attempt(lambda: _share_host_state(prepared, live, outcome))
-        ok = host is not None and (live is None or _refresh(prepared, live, outcome, settings.verify_dir))
+        is_known_to_all = host is not None and bool(host.error)
+        ok = host is not None and not host.error
+        ok = ok and (live is None or _refresh(prepared, live, outcome, settings.verify_dir))
         if is_releasing:
             # Nothing is given up before every worker is known to be there and fit.
             with _phase(outcome, "begin"):
                 ok = may_run = settlement.agree(ok)
         if host is not None and ok:
-            ok = settlement.attempt(lambda: _migrate(prepared, *host, outcome)) or False
-        elif may_run:
+            ok = settlement.attempt(lambda: _migrate(prepared, host, outcome)) or False
+        elif may_run and not is_known_to_all:
             settlement.give_up(outcome.error)
         if may_run:
             with _phase(outcome, "vote"):
@@ -152,17 +154,30 @@ def write_switch_trace(folder: str, prepared: PreparedGeneration, outcome: Switc
         _log.warning("generation %d has no trace of its switch: %s", prepared.generation.id, one_line(error))
 
 
-def _share_host_state(
-    prepared: PreparedGeneration, live: LiveGeneration | None, outcome: Switch
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Old rank 0's host state, and what each old rank says of its own."""
+@dataclass(frozen=True, slots=True)
+class _HostState:
+    """The state that is not tensors, the same value on every worker: `shared` is old rank 0's, `own` each old rank's.
+    `error`: why one of them could not be read from the script's objects, "" where all could; every worker then votes
+    the change down, and none waits for another."""
+
+    shared: dict[str, Any]
+    own: list[dict[str, Any]]
+    error: str
+
+
+def _share_host_state(prepared: PreparedGeneration, live: LiveGeneration | None, outcome: Switch) -> _HostState:
+    """Exchange the host state.
+
+    Raises:
+        RuntimeError: a worker was lost.
+    """
     # A worker that joins has been waiting in this broadcast; its stop begins when the old rank 0 arrives.
     value = None
     if live is not None:
         with _phase(outcome, "host_state"):
             if prepared.seat.worker == 0:
                 has_own = set(rules_of(live.state).values()) - {"replicated"}
-                value = {"step": outcome.step, "state": host_state(live.state), "has_own": bool(has_own)}
+                value = {"step": outcome.step, "has_own": bool(has_own), **_read(lambda: host_state(live.state))}
             value = broadcast_json(prepared.group, 0, value)
     else:
         value = broadcast_json(prepared.group, 0, None)
@@ -171,23 +186,24 @@ def _share_host_state(
     own: list[dict[str, Any]] = []
     if value["has_own"]:
         with _phase(outcome, "own_state"):
-            own = gather_json(prepared.group, _say_own(live))[: prepared.previous.config.num_ranks]
-    return value["state"], own
+            said = {} if live is None else _read(lambda: own_state(live.state))
+            own = gather_json(prepared.group, said)[: prepared.previous.config.num_ranks]
+    outcome.error = next((said["error"] for said in (value, *own) if said["error"]), "")
+    if outcome.error:
+        _log.error("generation %d: the state cannot be shared: %s", prepared.generation.id, outcome.error)
+    return _HostState(value["state"], [said["state"] for said in own], outcome.error)
 
 
-def _say_own(live: LiveGeneration | None) -> dict[str, Any]:
-    """An error is told to all, so that nobody waits for this worker."""
-    if live is None:
-        return {}
+def _read(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` returns, or the error that the script's `state_dict` raises: it is told to every worker."""
     try:
-        return {"state": own_state(live.state)}
+        return {"state": read(), "error": ""}
     except Exception as error:
-        return {"error": one_line(error)}
+        _log.warning("the script's state cannot be read", exc_info=True)
+        return {"state": {}, "error": one_line(error)}
 
 
-def _migrate(
-    prepared: PreparedGeneration, carried: dict[str, Any], own: list[dict[str, Any]], outcome: Switch
-) -> bool:
+def _migrate(prepared: PreparedGeneration, host: _HostState, outcome: Switch) -> bool:
     """Move the tensors; whether that went well here. One that cannot use what came says so in the vote that follows.
 
     Raises:
@@ -202,8 +218,8 @@ def _migrate(
                 take_over(prepared)
         with _phase(outcome, "load"):
             if prepared.next is not None:
-                load_host_state(prepared.next.state, carried)
-                _load_own(prepared, prepared.next, own)
+                load_host_state(prepared.next.state, host.shared)
+                _load_own(prepared, prepared.next, host.own)
     except Exception as error:
         return _failed(prepared, outcome, error)
     outcome.sent_bytes, outcome.received_bytes = report.sent_bytes, report.received_bytes
@@ -220,12 +236,9 @@ def _failed(prepared: PreparedGeneration, outcome: Switch, error: Exception) -> 
 
 
 def _load_own(prepared: PreparedGeneration, following: LiveGeneration, own: list[dict[str, Any]]) -> None:
-    errors = [said["error"] for said in own if "error" in said]
-    if errors:
-        raise EtcError(errors[0])
     if own:
         previous, config = prepared.previous.config, prepared.generation.config
-        load_own_state(following.state, [said["state"] for said in own], previous, config, following.parallel.rank)
+        load_own_state(following.state, own, previous, config, following.parallel.rank)
 
 
 def _refresh(
