@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from etc_agent.worker.session import Step as Step
     from etc_agent.worker.session import session as session
 
+    __version__: str
+
 _HOMES = {
     "EtcError": "etc_agent.errors",
     "ParallelConfig": "etc_agent.parallel.config",
@@ -33,11 +35,16 @@ _HOMES = {
 }
 
 __all__ = [
-    "EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "heartbeat", "migrate", "session",
+    "EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "__version__", "heartbeat",
+    "migrate", "session",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from etc_agent.version import version
+
+        return version()
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

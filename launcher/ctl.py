@@ -21,6 +21,7 @@ from etc_agent.reconfig.records import History, NodeRecord, Reply, Result
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Snapshot
+from etc_agent.version import version
 from launcher import admin
 from launcher.etcd_options import check_readable, parse_endpoints, read_password
 from launcher.tables import console, history_table, status_table, when
@@ -102,6 +103,7 @@ def password_of(file: Path | None) -> str | None:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(version(), prog_name="etc-ctl", message="%(prog)s %(version)s")
 def cli() -> None:
     """Look at a running job, and ask it to change its size."""
 

@@ -262,7 +262,7 @@ def load_job(path: Path) -> Job:
     except yaml.YAMLError as error:
         raise JobFileError(name, [" ".join(str(error).split())]) from None
     if not isinstance(value, dict):
-        raise JobFileError(name, ["expected fields like 'command: train.py'; see configs/example.yaml"])
+        raise JobFileError(name, [f"expected fields like 'command: train.py'; known: {', '.join(Job.model_fields)}"])
     try:
         job = Job.model_validate(value, context={"folder": path.parent.absolute()})
     except ValidationError as error:

@@ -12,6 +12,7 @@ from torch.distributed.run import get_args_parser
 from etc_agent.agent.processes.environment import PARALLEL_VARIABLE
 from etc_agent.control.channel import SOCKET_VARIABLE
 from etc_agent.errors import EtcError
+from etc_agent.version import version
 
 ELASTIC_BACKEND = "etcd-v3"
 
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
             f"--{name.replace('_', '-')}", f"--{name}", default=_environment(variable), metavar=metavar,
             help=f"{text} [{variable}]",
         )
+    group.add_argument("--version", action="version", version=f"etc-run {version()}")
     return parser
 
 

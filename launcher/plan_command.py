@@ -25,13 +25,19 @@ from etc_agent.state.sharding import Sharding
 from launcher.plan_plot import draw
 
 _GROUP = re.compile(r"([0-9]+)x([0-9]+)")
-MODELS = Path(__file__).resolve().parent.parent / "configs" / "models"
+MODELS = Path(__file__).resolve().parent / "models"
+"""The model descriptions that come with this package, one YAML file each."""
 _MAX_NODES_SHOWN = 24
 _MAX_SLOTS = 1 << 17
 
 
+def known_models() -> list[str]:
+    """The names of the model descriptions that come with this package."""
+    return sorted(path.stem for path in MODELS.glob("*.yaml"))
+
+
 def read_model(name: str) -> ModelDescription:
-    """A description from a YAML or JSON file, or one of those in configs/models by its name.
+    """A description from a YAML or JSON file, or one of those in launcher/models by its name.
 
     Raises:
         ValueError: there is no such file, or what is in it is no description.
@@ -40,8 +46,9 @@ def read_model(name: str) -> ModelDescription:
     if not path.is_file() and (shipped.exists() or not path.exists()):
         path = shipped
     if not path.exists():
-        known = ", ".join(sorted(entry.stem for entry in MODELS.glob("*.yaml")))
-        raise ValueError(f"--model {name}: no such file, and none of the known models ({known})")
+        raise ValueError(
+            f"--model {name}: no such file, and none of the known models ({', '.join(known_models())})"
+        )
     try:
         value = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -84,7 +91,8 @@ def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bo
 
 
 @click.command("plan")
-@click.option("--model", required=True, help="Model description: a YAML or JSON file, or a name in configs/models.")
+@click.option("--model", required=True,
+              help=f"A YAML or JSON file that describes the model, or one of {', '.join(known_models())}.")
 @click.option("--from", "before", required=True, help="Present parallel config, like PP4TP2.")
 @click.option("--to", "after", help="New parallel config. Without it the best one for the nodes is chosen.")
 @click.option("--nodes", required=True, help="The cluster, as nodes x slots: 3x8, or 2x8+1x4.")

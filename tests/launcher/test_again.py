@@ -6,6 +6,7 @@ pieces, and those of workers that share one output fall between each other.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from etc_agent.agent.processes import torch_hook
 from etc_agent.control.channel import SOCKET_VARIABLE
 from etc_agent.worker.process import rounds
 
@@ -88,3 +90,19 @@ def test_nothing_is_changed_outside_our_workers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
     rounds.install()
     assert _rendezvous_handlers == before
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "{ours}"), ({"PYTHONPATH": "/a:"}, "/a::{ours}"), ({"PYTHONPATH": "{ours}:/a"}, "{ours}:/a")],
+)
+def test_the_search_path_of_a_worker_ends_in_our_folder(given: dict[str, str], expected: str) -> None:
+    environment = {name: value.format(ours=torch_hook.FOLDER) for name, value in given.items()}
+    assert torch_hook.search_path(environment) == {"PYTHONPATH": expected.format(ours=torch_hook.FOLDER)}
+
+
+def test_a_worker_whose_python_has_no_etc_run_imports_torch_all_the_same(tmp_path: Path) -> None:
+    """Its Python finds our entry point through PYTHONPATH, and no package of ours."""
+    program = f"import sys; sys.path[:0] = [{str(torch_hook.FOLDER)!r}]; import etc_run_worker as o; o.install()"
+    environment = {**os.environ, SOCKET_VARIABLE: "/nowhere"}
+    subprocess.run([sys.executable, "-I", "-S", "-c", program], env=environment, cwd=tmp_path, timeout=60, check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from etc_agent.agent.processes.environment import worker_environment
 from etc_agent.agent.processes.logs import NodeLogs
 from etc_agent.agent.processes.spares import Spares, spare_command
 from etc_agent.agent.processes.torch_events import TorchEvents
+from etc_agent.agent.processes.torch_hook import search_path
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.settings import JobSettings
@@ -33,7 +35,8 @@ class Starter:
     ) -> None:
         self._settings, self._node, self._logs, self._events = settings, record.name, logs, events
         self._control_socket = control_socket
-        self._environment = {**gloo_variables(record.address), **settings.env}
+        chosen = {**gloo_variables(record.address), **settings.env}
+        self._environment = {**chosen, **search_path({**os.environ, **chosen})}
         self._spare_command = spare_command(settings)
         self.spares = Spares(self._start_spare, guardian)
 

@@ -1,11 +1,10 @@
 """``init_process_group``, ``destroy_process_group``, ``init_process_group`` ... in one process.
 
-Each time, ``env://`` yields the same bare store of the agent, where the keys of the time before still are: a rank that
-reads the address of a closed socket waits for it in vain. Under our agent each round of one process has a prefix.
+Each time, ``env://`` yields the same store of the agent, in which the keys of the process group before still are: a
+rank that reads the address of a closed socket there waits for it in vain. In our workers each round has a key prefix.
 
-torch calls `install` at the end of ``import torch`` (entry point group ``torch.backends``), in every process of an
-environment where etc-run is installed. It does nothing where no agent of ours started the process;
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` keeps torch from calling it.
+torch calls `install` while it is imported (`etc_agent.agent.processes.torch_hook` says how), unless
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` is set.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     Rendezvous = Callable[..., Iterator[tuple[Store, int, int]]]
 
 _PREFIX = "etc-run/round"
-# `etc_agent.control.channel.SOCKET_VARIABLE`; that module would cost every process that imports torch 15 ms.
+# `etc_agent.control.channel.SOCKET_VARIABLE`; that module would cost every child of a worker that imports torch 15 ms.
 _STARTED_BY_OUR_AGENT = "ETC_CONTROL_SOCKET"
 
 
@@ -55,11 +54,13 @@ class Rounds:
 
 
 def install() -> None:
-    """Have ``env://`` count its rounds, where this is a worker of our agent."""
+    """Have ``env://`` count its rounds, where this is a worker of our agent. A second call changes nothing."""
     if _STARTED_BY_OUR_AGENT not in os.environ:
         return
     try:
         from torch.distributed.rendezvous import _rendezvous_handlers
     except ImportError:  # a torch without distributed, or one that keeps its handlers elsewhere
         return
-    _rendezvous_handlers["env"] = Rounds(_rendezvous_handlers["env"])
+    original = _rendezvous_handlers["env"]
+    if not isinstance(original, Rounds):
+        _rendezvous_handlers["env"] = Rounds(original)

@@ -109,6 +109,7 @@ OWN_VALUES = {
     "TORCHELASTIC_RUN_ID": "made up for each run",
     "TORCHELASTIC_ERROR_FILE": "where the log folder is (see log files)",
     "TORCHELASTIC_TIMER_FILE": "a new pipe for each run",
+    "PYTHONPATH": "ours ends in one folder more (see init_process_group above)",
     "_": "the launcher's path, set by the shell",
     "LC_CTYPE": "set by Python itself",
 }

@@ -1,0 +1,32 @@
+"""How the code that numbers the rounds of ``init_process_group`` gets into our workers, and only there.
+
+torch calls the entry points of the group ``torch.backends`` that it finds on `sys.path` when it is imported. One that
+came with the installed package would run in every process of the environment that imports torch, whoever started it.
+So it lies in a folder of its own, which only the PYTHONPATH of a worker names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+_VARIABLE = "PYTHONPATH"
+FOLDER = Path(__file__).resolve().parent / "worker_path"
+"""Holds the entry point and the module that it names, and nothing that could hide a module of the user's."""
+
+
+def search_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """The PYTHONPATH of a worker that would have `environment` otherwise: ours comes last."""
+    given = environment.get(_VARIABLE)
+    if given and str(FOLDER) in given.split(os.pathsep):
+        return {_VARIABLE: given}
+    return {_VARIABLE: f"{given}{os.pathsep}{FOLDER}" if given else str(FOLDER)}
+
+
+def install_here() -> None:
+    """Do in this worker, which had torch before it became one, what torch does in others while it is imported."""
+    sys.path.append(str(FOLDER))
+    import_module("etc_run_worker").install()
