@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from etc_agent.integrations.native import TrainState
+from etc_agent.torch_private.grad_scaler import found_inf
 
 
 def can_apply(state: TrainState) -> bool:
@@ -14,9 +13,9 @@ def can_apply(state: TrainState) -> bool:
     """
     if state.scaler is None or state.optimizer is None or not state.scaler.is_enabled():
         return True
-    if not state.scaler._found_inf_per_device(state.optimizer):
+    if not found_inf(state.scaler, state.optimizer):
         state.scaler.unscale_(state.optimizer)
-    return not any(bool(found.item()) for found in _found_inf(state))
+    return not any(bool(found.item()) for found in found_inf(state.scaler, state.optimizer))
 
 
 def apply(state: TrainState, ok: bool) -> None:
@@ -28,13 +27,9 @@ def apply(state: TrainState, ok: bool) -> None:
         if ok:
             state.optimizer.step()
         if state.scaler is not None and state.scaler.is_enabled():
-            for found in _found_inf(state):
+            for found in found_inf(state.scaler, state.optimizer):
                 found.fill_(0.0 if ok else 1.0)
             state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
     if state.scheduler is not None and ok:
         state.scheduler.step()
-
-
-def _found_inf(state: TrainState) -> list[torch.Tensor]:
-    return list(state.scaler._found_inf_per_device(state.optimizer).values())

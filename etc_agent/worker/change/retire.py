@@ -6,10 +6,10 @@ import gc
 import logging
 import threading
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch.distributed as dist
 
+from etc_agent.torch_private.imports import import_compiler
 from etc_agent.worker.change.prepare import PreparedGeneration, one_line
 from etc_agent.worker.live import LiveGeneration
 
@@ -35,7 +35,7 @@ def spare_the_collector() -> None:
     the new generation for as long as it takes to visit every object.
     """
     # The first optimizer step would import this anyway, and it is the largest part.
-    import_module("torch._dynamo")
+    import_compiler()
     gc.collect()
     gc.freeze()
 

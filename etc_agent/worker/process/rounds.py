@@ -58,9 +58,7 @@ def install() -> None:
     if _STARTED_BY_OUR_AGENT not in os.environ:
         return
     try:
-        from torch.distributed.rendezvous import _rendezvous_handlers
+        from etc_agent.torch_private.rendezvous_handlers import wrap_env_handler
     except ImportError:  # a torch without distributed, or one that keeps its handlers elsewhere
         return
-    original = _rendezvous_handlers["env"]
-    if not isinstance(original, Rounds):
-        _rendezvous_handlers["env"] = Rounds(original)
+    wrap_env_handler(lambda handler: handler if isinstance(handler, Rounds) else Rounds(handler))

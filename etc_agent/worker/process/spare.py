@@ -22,9 +22,10 @@ from types import ModuleType, TracebackType
 
 from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE, SPARE_GENERATION, Channel
 from etc_agent.control.messages import Begin, Hello
+from etc_agent.torch_private.imports import COMPILER
 
-_ALWAYS = ("torch", "torch.distributed.tensor.parallel", "etc_agent.worker.session", "torch._dynamo")
-"""The last is what the first optimizer step imports, and takes the longest."""
+_ALWAYS = ("torch", "torch.distributed.tensor.parallel", "etc_agent.worker.session", COMPILER)
+"""The last takes the longest."""
 
 
 def main() -> None:

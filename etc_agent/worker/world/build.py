@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.torch_private.fake_groups import fake_store
 from etc_agent.worker.world.swap import Contents, World, entered, entered_contents, original_excepthook
 
 AXES: Final = ("pp", "dp", "tp")
@@ -48,9 +49,7 @@ def build(
 
 def build_fake(rank: int, config: ParallelConfig, device: torch.device) -> World:
     """A world without peers, for building `rank`'s part of a model under `config` on meta. Nothing communicates."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return _build(FakeStore(), rank, config, next(_fake_numbers), "fake", device, timedelta(seconds=1))
+    return _build(fake_store(), rank, config, next(_fake_numbers), "fake", device, timedelta(seconds=1))
 
 
 _building = threading.Lock()

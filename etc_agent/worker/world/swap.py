@@ -1,6 +1,6 @@
 """Whole c10d worlds that can be put in place of the one in use, and destroyed later.
 
-torch.distributed keeps its process groups in one module-level object, `distributed_c10d._world`. Here that object is
+torch.distributed keeps its process groups in one module-level object (`torch_private.c10d_world`). Here that object is
 replaced by one whose contents depend on the thread: a background thread *enters* a world of its own and builds a
 default group, axis groups and a device mesh in it (`build`), while every other thread goes on in the active one; the
 main thread *activates* the new world at a safe point.
@@ -22,7 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker.world.dtensor_caches import clear_dtensor_caches, tell_meshes_apart
+from etc_agent.torch_private import c10d_world
+from etc_agent.torch_private.device_meshes import forget_groups
+from etc_agent.torch_private.dtensor_caches import clear_caches_of_this_thread
+from etc_agent.worker.world.meshes import tell_meshes_apart
 
 _CONTENTS: Final[dict[str, Callable[[], Any]]] = {
     "default_pg": lambda: None,
@@ -47,10 +50,10 @@ class Contents:
     def __init__(self, first_group: int = 0) -> None:
         for name, empty in _CONTENTS.items():
             setattr(self, name, empty())
-        self.group_count = first_group
+        self.group_count = self.first_group = first_group
 
 
-class _SwappableWorld(c10d._World):
+class _SwappableWorld(c10d_world.WorldObject):
     """c10d's world object with per-thread contents: those that the thread entered, else the active ones."""
 
     def __init__(self) -> None:
@@ -97,13 +100,11 @@ class World:
             names = dict(self.contents.pg_names)
             for group in sorted(names, key=lambda each: names[each], reverse=True):
                 group.shutdown()
-                c10d._unregister_process_group(c10d.GroupName(names[group]))
+                c10d_world.unregister(names[group])
         for name, empty in _CONTENTS.items():
             setattr(self.contents, name, empty())
         self.groups.clear()
-        registry = getattr(self.mesh, "_pg_registry", None)
-        if registry is not None:
-            registry.clear()
+        forget_groups(self.mesh)
 
 
 original_excepthook = sys.excepthook
@@ -115,7 +116,7 @@ def install() -> None:
     Raises:
         EtcError: a default process group exists already.
     """
-    if isinstance(c10d._world, _SwappableWorld):
+    if isinstance(c10d_world.world_object(), _SwappableWorld):
         if dist.is_initialized():
             raise EtcError("a session is open in this process already; close it before opening another")
         return
@@ -123,7 +124,9 @@ def install() -> None:
         raise EtcError(
             "init_process_group was called before etc.session(); remove it, the session makes the process groups"
         )
-    c10d._world = _SwappableWorld()
+    world = _SwappableWorld()
+    c10d_world.replace_world_object(world)
+    c10d_world.prefix_hashed_names(lambda: f"{world.contents.first_group}_")
     tell_meshes_apart()
     dist.init_process_group = c10d.init_process_group = _explaining(c10d.init_process_group)  # type: ignore[assignment]
 
@@ -143,8 +146,9 @@ def _explaining(init_process_group: Callable[..., None]) -> Callable[..., None]:
 
 
 def _swappable() -> _SwappableWorld:
-    assert isinstance(c10d._world, _SwappableWorld), "worlds are not installed"
-    return c10d._world
+    world = c10d_world.world_object()
+    assert isinstance(world, _SwappableWorld), "worlds are not installed"
+    return world
 
 
 @contextmanager
@@ -171,13 +175,13 @@ def activate(world: World) -> None:
     The calling thread's caches of DTensor are emptied: what they know is of meshes that do not come back.
     """
     _swappable().__dict__["active"] = world.contents
-    c10d._update_default_pg(world.contents.default_pg)
+    c10d_world.announce_default_group(world.contents.default_pg)
     sys.excepthook = world.excepthook
-    clear_dtensor_caches()
+    clear_caches_of_this_thread()
 
 
 def deactivate() -> None:
     """Leave no world active."""
     _swappable().__dict__["active"] = Contents()
     sys.excepthook = original_excepthook
-    clear_dtensor_caches()
+    clear_caches_of_this_thread()
