@@ -9,11 +9,13 @@ from pathlib import Path
 from etc_agent.errors import EtcError
 
 DEFAULT_PORT = 2379
+_SOCKET = re.compile(r"unix:///[^,\s]+")
 _ENDPOINT = re.compile(r"(?:(https?)://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::([0-9]{1,5}))?/?")
 
 
 def parse_endpoints(texts: Iterable[str], where: str) -> tuple[str, ...]:
-    """etcd servers as ``host:port`` or ``https://host:port``. Each text may hold several, with commas between.
+    """etcd servers as ``host:port``, ``https://host:port``, or ``unix:///path`` for one of this host. Each text may
+    hold several, with commas between.
 
     The port is etcd's own where none is given. `where` names the place they were given, for the error.
 
@@ -22,6 +24,9 @@ def parse_endpoints(texts: Iterable[str], where: str) -> tuple[str, ...]:
     """
     found = []
     for text in (part.strip() for whole in texts for part in whole.split(",")):
+        if _SOCKET.fullmatch(text):
+            found.append(text)
+            continue
         match = _ENDPOINT.fullmatch(text)
         port = int(match[3] or DEFAULT_PORT) if match else 0
         if match is None or not 0 < port < 65536:

@@ -39,7 +39,7 @@ from launcher.tables import console, history_table
 
 ROOT = Path(__file__).parent.parent
 CHANGES = ("PP2TP2DP1", "PP1TP2DP2", "PP2TP1DP1", "PP1TP1DP4")
-_ANNOUNCED = re.compile(r"etcd: (?:http://)?(\S+) run id: (\S+)")
+_ANNOUNCED = re.compile(r"etcd: (\S+) run id: (\S+)")
 _POLL_S = 0.2
 
 

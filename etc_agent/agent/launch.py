@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
-import tempfile
 import traceback
 import uuid
 from collections.abc import Sequence
@@ -31,11 +31,13 @@ from etc_agent.agent.safety.signals import SignalReceived, deliver, ignore, inte
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
 from etc_agent.errors import EtcError
+from etc_agent.places import socket_folder
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import NodeRecord
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import NameTakenError
 from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.listen import OnSocket
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
 from etc_agent.rendezvous.server import EtcdServer
@@ -85,12 +87,13 @@ def _assemble(
     stack.callback(guardian.close)
     if settings.preflight is not None:
         check_node(settings.preflight, settings.env, guardian)
-    run_folder = Path(tempfile.mkdtemp(prefix="etc-run-"))
+    run_folder = socket_folder("etc-run-")
     guardian.remove_folder(run_folder)
     etcd = settings.etcd
     if settings.standalone:
-        etcd = replace(etcd, endpoints=(stack.enter_context(EtcdServer()).endpoint,))
-        print(f"etcd: {etcd.endpoints[0]} run id: {settings.run_id}", file=sys.stderr, flush=True)
+        server = stack.enter_context(EtcdServer(listen=OnSocket(run_folder)))
+        etcd = replace(etcd, endpoints=(server.endpoint,))
+        _announce(settings.run_id, server.endpoint, JobKeys(settings.run_id, etcd.prefix))
     client = stack.enter_context(connect(etcd, settings.timeouts.etcd_s))
     keys = JobKeys(settings.run_id, settings.etcd.prefix)
     incarnation = admit(settings, client, keys)
@@ -115,6 +118,13 @@ def _assemble(
     if (preemption := settings.preemption) is not None:
         stack.callback(PreemptionProbe(preemption.probe, preemption.every_s, inbox.preempted, guardian).close)
     return agent
+
+
+def _announce(run_id: str, endpoint: str, keys: JobKeys) -> None:
+    """Where the private etcd is, and a command that reaches it as it stands there."""
+    put = shlex.join(["etcdctl", f"--endpoints={endpoint}", "put", keys.scale])
+    print(f"etcd: {endpoint} run id: {run_id}", file=sys.stderr)
+    print(f"etc-run: to change the number of workers, as this user on this host: {put} 2", file=sys.stderr, flush=True)
 
 
 def _register(

@@ -104,19 +104,21 @@ class Link:
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, bool]:
-    """"host:port" or "http(s)://host:port" -> (host:port, whether the scheme asks for TLS).
+    """"host:port", "http(s)://host:port" or "unix:///path" -> (what grpc connects to, whether the scheme asks for TLS).
 
     Raises:
-        EtcdError: it is neither.
+        EtcdError: it is none of these.
     """
     address, is_https = endpoint.strip(), False
+    if address.startswith("unix:///"):
+        return address, False
     for scheme in ("http://", "https://"):
         if address.startswith(scheme):
             address, is_https = address.removeprefix(scheme), scheme == "https://"
     address = address.rstrip("/")
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise EtcdError(f"etcd endpoint {endpoint!r} is not host:port, such as 127.0.0.1:2379")
+        raise EtcdError(f"etcd endpoint {endpoint!r} is not host:port, such as 127.0.0.1:2379, nor unix:///path")
     return address, is_https
 
 

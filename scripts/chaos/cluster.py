@@ -15,6 +15,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.records import Current, History, NodeRecord, Reply
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.listen import OnPort
 from etc_agent.rendezvous.server import EtcdServer
 from tests.scenarios.network import Host, Network
 from tests.scenarios.running import EtcRun
@@ -86,7 +87,7 @@ class Cluster:
         try:
             self.network = self._stack.enter_context(Network(num_nodes)) if on_network else None
             host = self.network.gateway if self.network else "127.0.0.1"
-            self.etcd = self._stack.enter_context(EtcdServer(host=host))
+            self.etcd = self._stack.enter_context(EtcdServer(listen=OnPort(host)))
             self.etcd_is_there = True
             self.client = self._stack.enter_context(EtcdClient([self.etcd.endpoint], timeout_s=30.0))
         except BaseException:

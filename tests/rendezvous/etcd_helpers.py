@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from etc_agent.rendezvous.server import EtcdServer, free_port
+from etc_agent.rendezvous.listen import free_port
+from etc_agent.rendezvous.server import EtcdServer
 from etc_agent.rendezvous.transport import Tls
 
 

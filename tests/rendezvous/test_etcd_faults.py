@@ -18,6 +18,7 @@ from etc_agent.rendezvous.election import Election, Mandate
 from etc_agent.rendezvous.errors import AmbiguousError, EtcdAuthError, EtcdError, EtcdUnavailable, FencedError
 from etc_agent.rendezvous.fenced import FencedWriter
 from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.listen import OnPort
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror
 from etc_agent.rendezvous.server import EtcdServer
@@ -268,7 +269,7 @@ def test_tls_and_a_password_hold_over_a_restart_that_voids_the_token(
     tmp_path: Path, keys: JobKeys, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server_tls, client_tls = make_certificates(tmp_path)
-    with EtcdServer(tls_server=server_tls) as server:
+    with EtcdServer(listen=OnPort(tls=server_tls)) as server:
         etcdctl = [
             *("etcdctl", f"--endpoints=https://{server.endpoint}", f"--cacert={client_tls.ca}"),
             *(f"--cert={client_tls.certificate}", f"--key={client_tls.key}"),

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from etcd_helpers import wait_until
 
+from etc_agent.rendezvous.binary import find_etcd
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.server import EtcdServer, find_etcd
+from etc_agent.rendezvous.server import EtcdServer
 
 
 def is_alive(pid: int) -> bool:
@@ -128,7 +129,7 @@ def test_etcd_dies_with_its_guard(etcd: EtcdServer) -> None:
 
 
 def test_a_taken_port_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch, shared_etcd: EtcdServer) -> None:
-    import etc_agent.rendezvous.server as module
+    import etc_agent.rendezvous.listen as module
 
     taken = int(shared_etcd.endpoint.rpartition(":")[2])
     real, draws = module.free_port, iter([taken])

@@ -12,6 +12,7 @@ import pytest
 from network import Host, Network
 from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_step, wait_until
 
+from etc_agent.rendezvous.listen import OnPort
 from etc_agent.rendezvous.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
@@ -29,7 +30,7 @@ def network(make_network: Callable[[int], Network]) -> Network:
 @pytest.fixture
 def etcd_server(network: Network) -> Iterator[EtcdServer]:
     """On the switch itself: every host reaches it by its own cable."""
-    with EtcdServer(host=network.gateway) as server:
+    with EtcdServer(listen=OnPort(network.gateway)) as server:
         yield server
 
 

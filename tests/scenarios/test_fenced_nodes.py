@@ -11,6 +11,7 @@ from pathlib import Path
 from network import Host, Network
 from running import Etcd, EtcRun, marked, wait_until
 
+from etc_agent.rendezvous.listen import OnPort
 from etc_agent.rendezvous.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
@@ -55,7 +56,7 @@ def test_a_node_that_is_cut_off_stops_its_workers_before_the_others_go_on_and_jo
     tmp_path: Path, cleanup: Cleanup, make_network: Callable[[int], Network]
 ) -> None:
     network = make_network(2)
-    with EtcdServer(host=network.gateway) as server:
+    with EtcdServer(listen=OnPort(network.gateway)) as server:
         runs = {host: cleanup(node(tmp_path, server, host.address, host.prefix)) for host in network.hosts}
         both = wait_for_workers(tmp_path, 2)
         pids = lives(tmp_path)[both]
