@@ -5,34 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.observing import JobRecords
 from etc_agent.reconfig.records import Ack, Current, NodeRecord, Request
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.values import KeyValue
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecords:
-    """Everything under the job's prefix at one revision.
-
-    `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write is fenced
-    by it. `drains`: node -> seconds that it may take, None where nobody said.
-    """
-
-    incarnation: str = ""
-    nodes: tuple[NodeRecord, ...] = ()
-    leader: str = ""
-    current: Current = field(default_factory=Current)
-    current_revision: int = 0
-    generations: Mapping[int, Generation] = field(default_factory=dict)
-    acks: Mapping[tuple[int, str], Ack] = field(default_factory=dict)
-    scale: Request | None = None
-    drains: Mapping[str, float | None] = field(default_factory=dict)
-    paused: bool = False
 
 
 class RecordReader:

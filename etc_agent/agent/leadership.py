@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from etc_agent.agent.job_records import JobRecords
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.settings import JobSettings
 from etc_agent.control import messages
@@ -16,6 +15,7 @@ from etc_agent.planner.errors import PlanError
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import indices
+from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
 from etc_agent.reconfig.tidy import outdated
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
@@ -34,22 +34,8 @@ _ASK_AGAIN_S = 30.0
 _STATUS_S = 2.0
 
 
-@dataclass(slots=True)
-class _Stopwatch:
-    """How long a value has been the same."""
-
-    value: object = None
-    since: float = 0.0
-
-    def elapsed(self, value: object) -> float:
-        now = time.monotonic()
-        if value != self.value:
-            self.value, self.since = value, now
-        return now - self.since
-
-
 class Leadership:
-    """Runs in every agent, so that its clocks are warm when the lead falls to it; acts only while it leads."""
+    """Runs in every agent, so that its times are right when the lead falls to it; acts only while it leads."""
 
     def __init__(self, node: str, policy: Policy, client: EtcdClient, keys: JobKeys, workers: LocalWorkers) -> None:
         self._node, self._policy = node, policy
@@ -58,9 +44,7 @@ class Leadership:
         self._asked: dict[ParallelConfig, float] = {}
         self._writer: FencedWriter | None = None
         self._mandate: Mandate | None = None
-        self._nodes, self._phase, self._failed = _Stopwatch(), _Stopwatch(), _Stopwatch()
-        self._known: set[str] = set()
-        self._gone_at: dict[str, float] = {}
+        self._observer = Observer()
         self._status: dict[str, object] = {}
         self._status_at = 0.0
         self._complaint = ""
@@ -68,19 +52,13 @@ class Leadership:
     def observe(self, records: JobRecords, connected_s: float) -> View:
         """The view of this moment; `connected_s`: how long etcd has been followed without a break. Call it on every
         change, leader or not."""
-        quiet_s = self._nodes.elapsed({(node.name, node.instance, node.state) for node in records.nodes})
-        phase_s = self._phase.elapsed(records.current)
-        committed = records.current.committed
-        failures = any(ack.failure for (generation, _), ack in records.acks.items() if generation >= committed)
-        failed_s = self._failed.elapsed((committed, failures))
-        now, live = time.monotonic(), {node.name for node in records.nodes}
-        self._known |= live
-        self._gone_at = {name: self._gone_at.get(name, now) for name in self._known - live}
-        return View(
-            self._policy, records.nodes, records.current, records.generations, records.acks, records.scale,
-            frozenset(records.drains), records.paused, self._descriptions, quiet_s, phase_s,
-            failed_s if failures else 0.0, connected_s, {name: now - at for name, at in self._gone_at.items()},
-        )
+        now = time.monotonic()
+        self._observer = self._observer.observe(records, now)
+        return self._observer.view(self._policy, records, self._descriptions, now, connected_s)
+
+    def may_lead(self, records: JobRecords, patience_s: float) -> bool:
+        """Whether this node should stand for the lead; see `Observer.may_lead`."""
+        return self._observer.may_lead(self._node, records, time.monotonic(), patience_s)
 
     def learn(self, described: messages.Described) -> None:
         """A worker's answer to a question of ours."""

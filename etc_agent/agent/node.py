@@ -12,7 +12,7 @@ from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
 from etc_agent.agent.inbox import Inbox, Item, Preempted, Said
-from etc_agent.agent.job_records import JobRecords, RecordReader
+from etc_agent.agent.job_records import RecordReader
 from etc_agent.agent.leadership import Leadership, policy_of
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import NodeLogs
@@ -27,6 +27,7 @@ from etc_agent.control.channel import SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message, shows_life
 from etc_agent.reconfig import member
 from etc_agent.reconfig.fencing import Fencing
+from etc_agent.reconfig.observing import JobRecords
 from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.view import View, is_used, store_of
 from etc_agent.rendezvous.client import EtcdClient
@@ -79,7 +80,6 @@ class NodeAgent:
         self._cut_off_since = float("inf")
         self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
         self._election: Election | None = None
-        self._leaderless_since = time.monotonic()
         self._acks: dict[int, Ack] = {}
         self._signals: list[int] = []
         self._drain_deadline_s = self._drain_deadline = float("inf")
@@ -299,9 +299,7 @@ class NodeAgent:
     def _lead(self, records: JobRecords, view: View) -> float:
         if self._is_stopping:
             return _TICK_S
-        if records.leader:
-            self._leaderless_since = time.monotonic()
-        if self._may_lead(records):
+        if self._leadership.may_lead(records, self._settings.timeouts.lease_s):
             if self._election is None:
                 self._election = Election(
                     self._client, self._mirror, self._keys.leader, self._record.name,
@@ -312,15 +310,6 @@ class NodeAgent:
             self._election.resign()
             self._election = None
         return _TICK_S
-
-    def _may_lead(self, records: JobRecords) -> bool:
-        """The leader asks its own workers about the model, so it should have some; anyone will do where none has."""
-        committed = records.generations.get(records.current.committed)
-        if committed is None or records.current.outcome is not Outcome.RUNNING:
-            return True
-        if self._record.name in committed.nodes:
-            return True
-        return time.monotonic() - self._leaderless_since > self._settings.timeouts.lease_s
 
     # ---- the end --------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from cluster import Cluster
-
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.reconfig.view import Policy
+from etc_agent.simulator.cluster.at_rest import Cluster
 
 ONE_NODE = Policy(1, 1, num_slots=4, initial=ParallelConfig(pp=2))
 ELASTIC = Policy(1, 3, num_slots=2)

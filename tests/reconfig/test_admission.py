@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster import Cluster
 from jobs import ELASTIC, started
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.reconfig.records import Result
 from etc_agent.reconfig.view import Policy
+from etc_agent.simulator.cluster.at_rest import Cluster
 
 
 def ranked(policy: Policy, **ranks: int) -> Cluster:

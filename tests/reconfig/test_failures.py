@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster import Cluster
 from jobs import ELASTIC, one_node, started
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase, Result
 from etc_agent.reconfig.view import Policy
+from etc_agent.simulator.cluster.at_rest import Cluster
 
 
 def test_a_lost_node_restarts_the_rest() -> None:

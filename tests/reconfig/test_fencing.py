@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from cluster import Cluster
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import ELASTIC, started
 
 from etc_agent.reconfig.fencing import Fencing, Isolation, are_in_reach
 from etc_agent.reconfig.records import Failure, FailureKind
+from etc_agent.simulator.cluster.at_rest import Cluster
 
 LEASES = st.integers(4, 120).map(Fencing)
 NEVER = float("inf")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from cluster import Cluster
 from jobs import started
 
 from etc_agent.parallel.config import ParallelConfig
@@ -11,6 +10,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Result
 from etc_agent.reconfig.view import Policy
+from etc_agent.simulator.cluster.at_rest import Cluster
 
 AT_LEAST_TWO = Policy(2, 3, num_slots=2, max_restarts=3)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cluster import Cluster
 from jobs import ELASTIC, ONE_NODE, one_node, started
 
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.records import Outcome, Phase, Result
 from etc_agent.reconfig.view import Policy
+from etc_agent.simulator.cluster.at_rest import Cluster
 
 
 def test_a_job_starts_with_its_initial_config_on_the_first_slots() -> None:

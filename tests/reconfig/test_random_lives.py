@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cluster import Cluster
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
 from etc_agent.reconfig.view import Policy
+from etc_agent.simulator.cluster.at_rest import Cluster
 
 NODES = ("a", "b", "c", "d")
 

@@ -1,14 +1,25 @@
-"""A job's control plane without processes, clocks or etcd: records in a dict, workers that answer at once or never.
+"""A job's control plane in which everybody acts at once until nobody has anything to do: decisions without time.
 
-`Cluster` applies the leader's decisions and does what `member.owed` asks of each node, so that whole lives of a job can
-be told in milliseconds.
+`Cluster` holds the records in dicts, applies the leader's decisions and does what `member.owed` asks of each node.
+Workers answer at once or never, and a test sets the durations that the leader sees. `world.World` has a clock, leases
+and a network instead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from etc_agent.control.messages import Armed, Committed, FirstStep, Prepare, Prepared, Refused, Switched, Withdrawn
+from etc_agent.control.messages import (
+    Armed,
+    Committed,
+    FirstStep,
+    Message,
+    Prepare,
+    Prepared,
+    Refused,
+    Switched,
+    Withdrawn,
+)
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig import member
@@ -213,8 +224,8 @@ class Cluster:
             refused={generation.id: Refused(generation.id, why)},
         )
 
-    def _hear(self, worker: WorkerView, generation_id: int, message: object) -> WorkerView:
-        told = worker.told | {(message.type, generation_id)}  # type: ignore[attr-defined]
+    def _hear(self, worker: WorkerView, generation_id: int, message: Message) -> WorkerView:
+        told = worker.told | {(message.type, generation_id)}
         worker = replace(worker, told=told)
         match message:
             case Prepare() if self.refusing:

@@ -1,0 +1,114 @@
+"""From the job's records and the time of now to the leader's `View`: how long everything has been as it is.
+
+Every agent keeps one `Observer` and shows it each change of the records, so that its times are right when the lead
+falls to it. The time is given by the caller: an agent passes time.monotonic(), the simulated cluster its own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.records import Ack, Current, NodeRecord, Outcome, Request
+from etc_agent.reconfig.view import Policy, View
+from etc_agent.state.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecords:
+    """Everything under the job's prefix at one revision.
+
+    `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write is fenced
+    by it. `drains`: node -> seconds that it may take, None where nobody said.
+    """
+
+    incarnation: str = ""
+    nodes: tuple[NodeRecord, ...] = ()
+    leader: str = ""
+    current: Current = field(default_factory=Current)
+    current_revision: int = 0
+    generations: Mapping[int, Generation] = field(default_factory=dict)
+    acks: Mapping[tuple[int, str], Ack] = field(default_factory=dict)
+    scale: Request | None = None
+    drains: Mapping[str, float | None] = field(default_factory=dict)
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """A value, and since when it has been that value, in seconds of the caller's clock."""
+
+    value: object = None
+    since: float = 0.0
+
+    def at(self, now: float, value: object) -> Self:
+        return self if value == self.value else replace(self, value=value, since=now)
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Since when the things that decisions wait for have been as they are.
+
+    `nodes`: who is there, in which life and state. `current`: the record of that name. `failed`: the committed
+    generation, if a worker of it or of a later one has failed, else None. `led`: whether there is a leader. `gone_at`:
+    node -> when it was first seen to be gone, for every node that was ever there and is not now.
+    """
+
+    nodes: Lasting = Lasting()
+    current: Lasting = Lasting()
+    failed: Lasting = Lasting()
+    led: Lasting = Lasting()
+    present: frozenset[str] = frozenset()
+    gone_at: Mapping[str, float] = field(default_factory=dict)
+
+    def observe(self, records: JobRecords, now: float) -> Observer:
+        """What is known once `records` are seen at `now`."""
+        committed = records.current.committed
+        has_failed = any(ack.failure for (generation, _), ack in records.acks.items() if generation >= committed)
+        present = frozenset(node.name for node in records.nodes)
+        gone = {*self.gone_at, *self.present} - present
+        return Observer(
+            self.nodes.at(now, frozenset((node.name, node.instance, node.state) for node in records.nodes)),
+            self.current.at(now, records.current),
+            self.failed.at(now, committed if has_failed else None),
+            self.led.at(now, records.leader != ""),
+            present,
+            {name: self.gone_at.get(name, now) for name in gone},
+        )
+
+    def view(
+        self,
+        policy: Policy,
+        records: JobRecords,
+        descriptions: Mapping[ParallelConfig, Layout | str],
+        now: float,
+        connected_s: float,
+    ) -> View:
+        """What the leader decides from at `now`. `records`: those observed last. `connected_s`: as in `View`."""
+        return View(
+            policy,
+            records.nodes,
+            records.current,
+            records.generations,
+            records.acks,
+            records.scale,
+            frozenset(records.drains),
+            records.paused,
+            descriptions,
+            quiet_s=now - self.nodes.since,
+            phase_s=now - self.current.since,
+            failed_s=now - self.failed.since if self.failed.value is not None else 0.0,
+            connected_s=connected_s,
+            absent_s={name: now - at for name, at in self.gone_at.items()},
+        )
+
+    def may_lead(self, node: str, records: JobRecords, now: float, patience_s: float) -> bool:
+        """Whether `node` should stand for the lead: the leader asks workers of its own about the model, so nodes with
+        workers stand first, and any other once there has been no leader for `patience_s`."""
+        committed = records.generations.get(records.current.committed)
+        if committed is None or records.current.outcome is not Outcome.RUNNING or node in committed.nodes:
+            return True
+        return not self.led.value and now - self.led.since > patience_s
