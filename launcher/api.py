@@ -66,7 +66,7 @@ def elastic_launch(
         timeouts=with_rdzv_conf(timeouts, config.rdzv_configs),
     )
     for chosen in (*(settings.allowed or ()), *([parallel] if parallel else ())):
-        if (reason := settings.refusal(chosen)) is not None:
+        if (reason := settings.refusal_here(chosen)) is not None:
             raise EtcError(reason)
 
     def launch(*args: Any) -> dict[int, Any]:

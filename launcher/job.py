@@ -279,7 +279,7 @@ def _impossible(job: Job) -> Iterator[str]:
     for path, config in configs:
         allowed = None if job.parallel.allowed is None else tuple(job.parallel.allowed)
         reason = config_refusal(
-            config, num_slots=config.num_ranks, allowed=allowed, model=job.model_facts, global_batch=job.global_batch
+            config, allowed=allowed, model=job.model_facts, global_batch=job.global_batch
         )
         if reason is not None:
             yield f"{path}: {reason}"

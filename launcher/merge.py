@@ -174,5 +174,5 @@ def _check_configs(given: Given, settings: JobSettings) -> None:
     if settings.parallel is not None:
         named.append((given.source("parallel", "parallel.initial"), settings.parallel))
     for source, config in named:
-        if (reason := settings.refusal(config)) is not None:
+        if (reason := settings.refusal_here(config)) is not None:
             raise EtcError(f"{source}: {reason}")

@@ -1,4 +1,8 @@
-"""Whether this `etc-run` may enter the run it names: the same job may be joined, a finished one is replaced."""
+"""Whether this `etc-run` may enter the run it names: a running job may be joined, a finished one is replaced.
+
+The run id is the job's name, as under torchrun. Nodes of one job may have other arguments, another interpreter, another
+number of slots and another role; what would break the job where it differs is compared (`job_rules`).
+"""
 
 from __future__ import annotations
 
@@ -30,9 +34,9 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
     Returns the job's incarnation, which tells this run of the job from any later one.
 
     Raises:
-        EtcError: a different job runs under this run id.
+        EtcError: the job that runs under this run id has other rules.
     """
-    spec = job_spec(settings)
+    rules = job_rules(settings)
     begin, is_waiting = time.monotonic(), False
     while True:
         entries, _ = client.get_prefix(keys.root)
@@ -40,7 +44,7 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
         job = found.get(keys.job)
         if job is not None and _is_alive(found, keys):
             running = job.json()
-            _check_same(running, spec, settings.run_id)
+            _check_same(running, rules, settings.run_id)
             return str(running["incarnation"])
         patience_s = begin + settings.timeouts.lease_s - time.monotonic()
         if job is not None and not _has_ended(found, keys) and patience_s > 0:
@@ -50,20 +54,25 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
             time.sleep(_LOOK_AGAIN_S)
             continue
         incarnation = uuid.uuid4().hex
-        if _begin(client, keys, found, {**spec, "incarnation": incarnation}):
+        if _begin(client, keys, found, {**rules, "incarnation": incarnation}):
             return incarnation
 
 
-def job_spec(settings: JobSettings) -> dict[str, Any]:
-    """What makes two `etc-run` the same job."""
+def job_rules(settings: JobSettings) -> dict[str, Any]:
+    """What has to be the same on every node, by the name under which a user gave it.
+
+    Any node may come to lead, so the rules of its decisions are the job's. The lease is one of them: the leader gives
+    the slots of a lost node to others once that node must have stopped its workers by its own lease.
+    """
+    model = settings.model
     return {
-        "entrypoint": str(settings.entrypoint),
-        "args": [str(arg) for arg in settings.args],
         "nnodes": f"{settings.min_nodes}:{settings.max_nodes}",
         "parallel": str(settings.parallel) if settings.parallel else None,
         "allowed": [str(config) for config in settings.allowed] if settings.allowed is not None else None,
         "global_batch": settings.global_batch,
+        "model": {"layers": model.layers, "heads": model.heads, "hidden": model.hidden},
         "max_restarts": settings.max_restarts,
+        "lease_s": settings.timeouts.lease_s,
     }
 
 
@@ -76,16 +85,20 @@ def _has_ended(found: dict[str, KeyValue], keys: JobKeys) -> bool:
     return current is not None and Current.from_json(current.json()).outcome is not Outcome.RUNNING
 
 
-def _check_same(running: dict[str, Any], spec: dict[str, Any], run_id: str) -> None:
-    for field, value in spec.items():
-        if running.get(field) != value:
+def _check_same(running: dict[str, Any], rules: dict[str, Any], run_id: str) -> None:
+    for name, value in rules.items():
+        if running.get(name) != value:
             raise EtcError(
-                f"run id {run_id!r} is in use by another job: its {field} is {running.get(field)!r}, ours {value!r}; "
-                "choose another --rdzv-id, or wait until that job has ended"
+                f"run id {run_id!r} is a job whose {name} is {_shown(running.get(name))}, and this node was given "
+                f"{_shown(value)}; give the same on every node, or another --rdzv-id if this is another job"
             )
 
 
-def _begin(client: EtcdClient, keys: JobKeys, found: dict[str, KeyValue], spec: dict[str, Any]) -> bool:
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else str(value)
+
+
+def _begin(client: EtcdClient, keys: JobKeys, found: dict[str, KeyValue], record: dict[str, Any]) -> bool:
     """Write the job's first record, once; whether we did. What a dead run left is removed in the same transaction."""
     job = found.get(keys.job)
     conditions = [Compare.mod_revision(keys.job, job.mod_revision if job else 0)]
@@ -95,7 +108,7 @@ def _begin(client: EtcdClient, keys: JobKeys, found: dict[str, KeyValue], spec: 
     ops = [DeletePrefix(prefix) for prefix in stale] if job else []
     gone = [keys.current, keys.status, keys.leader, keys.job_state, keys.reply, keys.scale, keys.pause] if job else []
     try:
-        put = Put(keys.job, json.dumps(spec))
+        put = Put(keys.job, json.dumps(record))
         result = client.transact(conditions, [*ops, *(Delete(key) for key in gone), put])
     except AmbiguousError:
         return False

@@ -134,7 +134,10 @@ def _register(
     wanted = settings.local_addr or socket.gethostname()
     for number in range(1, _MAX_NAMES + 1):
         name = wanted if number == 1 else f"{wanted}-{number}"
-        record = NodeRecord(name, address, settings.num_slots, store_port, uuid.uuid4().hex, rank=settings.node_rank)
+        record = NodeRecord(
+            name, address, settings.num_slots, store_port, uuid.uuid4().hex,
+            rank=settings.node_rank, role=settings.launch_config.role,
+        )
         try:
             value = json.dumps(record.to_json())
             return record, Membership(client, keys.node(name), value, ttl_s=Fencing(settings.timeouts.lease_s).ttl_s)

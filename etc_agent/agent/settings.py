@@ -98,13 +98,13 @@ def _divisors(number: int, show: int = 8) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """One job, as seen from one node.
+    """One job, as seen from one node. Other nodes may have other arguments, slots and roles.
 
     `entrypoint`, `args`: as torchrun's `config_from_args` yields them; `entrypoint` is an executable, or a function
     under ``--run-path`` and `launcher.elastic_launch`. `launch_config` is torchrun's `LaunchConfig` of the same
     arguments (LogsSpecs, start method, NUMA binding, signals, log filters ...), typed Any because this module
-    imports no torch. `num_slots`: workers per node. `standalone`: this node is the whole job and starts its own
-    etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
+    imports no torch. `num_slots`: workers on this node. `standalone`: this node is the whole job and starts its
+    own etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
     may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
     `node_rank`: only where the user gave one. `alike_failures`: so many failures alike before the first step end
     the job, 0 for never. `warm_spares`: whether idle slots hold processes that are ready to begin. `preflight`:
@@ -137,27 +137,24 @@ class JobSettings:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, config: ParallelConfig) -> str | None:
-        """Why this job can never run under `config`, however many nodes come; None where it may."""
-        return config_refusal(
-            config, num_slots=self.max_nodes * self.num_slots, allowed=self.allowed, model=self.model,
-            global_batch=self.global_batch,
-        )
+        """Why this job can never run under `config`, whatever nodes come; None where it may."""
+        return config_refusal(config, allowed=self.allowed, model=self.model, global_batch=self.global_batch)
+
+    def refusal_here(self, config: ParallelConfig) -> str | None:
+        """The same, where this node is the whole job: how many slots other nodes have is not known yet."""
+        if self.max_nodes == 1 and config.num_ranks > self.num_slots:
+            return f"{config} needs {config.num_ranks} workers, the job admits {self.num_slots} (on its one node)"
+        return self.refusal(config)
 
 
 def config_refusal(
     config: ParallelConfig,
     *,
-    num_slots: int,
     allowed: tuple[ParallelConfig, ...] | None,
     model: ModelFacts,
     global_batch: int | None,
 ) -> str | None:
-    """Why a job bounded by these facts can never run under `config`, in one line; None where it may.
-
-    `num_slots`: of all nodes that the job admits, together.
-    """
-    if config.num_ranks > num_slots:
-        return f"{config} needs {config.num_ranks} workers, the job admits {num_slots} (nodes x workers per node)"
+    """Why a job with these rules can never run under `config`, in one line; None where it may."""
     if allowed is not None and config not in allowed:
         return f"{config} is not among the allowed configs: {', '.join(map(str, allowed))}"
     if (reason := model.refusal(config)) is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from etc_agent.parallel.config import ParallelConfig
@@ -16,6 +17,7 @@ class Generation:
     `placement`: virtual rank -> slot. `store`: ``host:port`` of the TCPStore that this generation meets at, under the
     prefix ``gen<id>``. `previous`: the generation whose state is migrated, or 0 where every worker starts anew.
     `reason`: for people. `is_held`: too few nodes are left to train, so the state is only kept, and no step is run.
+    `roles`: node -> its role, torchrun's ``--role``; nodes that are not in it all have one role.
     """
 
     id: int
@@ -25,6 +27,7 @@ class Generation:
     previous: int
     reason: str = ""
     is_held: bool = False
+    roles: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if len(self.placement) != self.config.num_ranks:
@@ -44,6 +47,12 @@ class Generation:
         """The nodes of the placement, each once, in the order of their first virtual rank."""
         return tuple(dict.fromkeys(slot.node for slot in self.placement))
 
+    def role_mates(self, slot: Slot) -> tuple[Slot, ...]:
+        """The slots of all workers whose role is that of the worker in `slot`, in the order of their ranks: what
+        ROLE_RANK and ROLE_WORLD_SIZE count."""
+        role = self.roles.get(slot.node)
+        return tuple(other for other in self.placement if self.roles.get(other.node) == role)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -53,6 +62,7 @@ class Generation:
             "previous": self.previous,
             "reason": self.reason,
             "is_held": self.is_held,
+            "roles": dict(self.roles),
         }
 
     @classmethod
@@ -65,4 +75,5 @@ class Generation:
             previous=value["previous"],
             reason=value["reason"],
             is_held=value.get("is_held", False),
+            roles=value.get("roles", {}),
         )

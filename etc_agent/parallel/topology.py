@@ -56,6 +56,13 @@ class Topology:
     def slots(self) -> tuple[Slot, ...]:
         return tuple(slot for node in self.nodes for slot in node.slots)
 
+    def slots_in_groups(self, size: int) -> tuple[Slot, ...]:
+        """All slots, those of one node beside each other, so that each `size` in turn are on one node as long as a node
+        has room for so many. What is left over on the nodes comes last."""
+        whole = [slot for node in self.nodes for slot in node.slots[: node.num_slots // size * size]]
+        left_over = [slot for node in self.nodes for slot in node.slots[node.num_slots // size * size :]]
+        return (*whole, *left_over)
+
     def node(self, name: str) -> Node:
         for node in self.nodes:
             if node.name == name:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from etc_agent.parallel.generation import Generation
-from etc_agent.parallel.topology import Slot
+from etc_agent.parallel.topology import Node, Placement, Topology
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.reconfig.failures import GiveUp, StartAnew, Verdict, below_min, judge, names
 from etc_agent.reconfig.records import Ack, History, Outcome, Phase, Reply, Result
@@ -23,11 +23,15 @@ def start_anew(view: View, reason: str) -> Decision:
         config = target(view, parse_wanted(current.wanted))
     except NoConfigError as error:
         return end(view, Outcome.FAILED, 1, f"no parallel config fits the {view.num_usable_slots} slots: {error}")
-    slots = [Slot(node.name, index) for node in view.usable for index in range(node.num_slots)]
-    store = store_on(view, slots[0].node)
+    topology = Topology(tuple(Node(node.name, node.num_slots) for node in view.usable))
+    placement = topology.slots_in_groups(config.tp)[: config.num_ranks]
+    host = placement[0].node
+    store = store_on(view, host)
     if is_used(store, view.generations):  # its node is about to publish a new one
-        return Wait(why=f"waiting for {names([slots[0].node])} to open a new store")
-    generation = Generation(current.next_id, config, tuple(slots[: config.num_ranks]), store, previous=0, reason=reason)
+        return Wait(why=f"waiting for {names([host])} to open a new store")
+    generation = Generation(
+        current.next_id, config, placement, store, previous=0, reason=reason, roles=roles_of(view, placement)
+    )
     settled = replace(
         current, committed=generation.id, proposed=0, phase=Phase.IDLE, next_id=generation.id + 1, unreported=False
     )
@@ -71,3 +75,9 @@ def store_on(view: View, node: str) -> str:
     """The store that a usable node offers."""
     (record,) = (record for record in view.nodes if record.name == node)
     return store_of(record)
+
+
+def roles_of(view: View, placement: Placement) -> dict[str, str]:
+    """The role (torchrun's ``--role``) of every node in `placement`."""
+    members = {slot.node for slot in placement}
+    return {node.name: node.role for node in view.nodes if node.name in members}

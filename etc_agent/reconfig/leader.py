@@ -17,11 +17,11 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Placement
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.planner.placement import place
-from etc_agent.reconfig.anew import SIGTERM_EXIT_CODE, end, lost_or_failed, start_anew, store_on
+from etc_agent.reconfig.anew import SIGTERM_EXIT_CODE, end, lost_or_failed, roles_of, start_anew, store_on
 from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.following import follow, stop_time
 from etc_agent.reconfig.records import Current, Outcome, Phase, Reply, Request, Result
-from etc_agent.reconfig.sizing import NotDescribed, check, in_session, is_met, meeting, target
+from etc_agent.reconfig.sizing import NotDescribed, check, impossible, in_session, is_met, meeting, target
 from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
 from etc_agent.reconfig.wanted import parse_wanted
 
@@ -61,8 +61,11 @@ def _start(view: View) -> Decision:
         if view.phase_s >= policy.below_min_s:
             return end(view, Outcome.FAILED, 1, f"{here} after {policy.below_min_s:g} s (timeouts.join_s)")
         return Wait(policy.below_min_s - view.phase_s, f"waiting for nodes: {here}")
-    if len(view.usable) < policy.max_nodes and view.quiet_s < policy.settle_s:
-        return Wait(policy.settle_s - view.quiet_s)
+    if len(view.usable) < policy.max_nodes:
+        if view.quiet_s < policy.settle_s:
+            return Wait(policy.settle_s - view.quiet_s)
+    elif policy.initial is not None and (why := check(view, policy.initial)):
+        return end(view, Outcome.FAILED, 1, f"the config to start with cannot be: {why}")
     return start_anew(view, "start")
 
 
@@ -98,7 +101,7 @@ def _steady(view: View, committed: Generation) -> Decision:
         return Wait()
     if committed.is_held and (decision := _hold(view, committed)) is not None:
         return decision
-    if view.current.pending_scale and (why := check(view, parse_wanted(view.current.wanted))):
+    if view.current.pending_scale and (why := impossible(view, parse_wanted(view.current.wanted))):
         # It was accepted before the model could be asked.
         refused = Reply(view.current.wanted, view.current.pending_scale, Result.REFUSED, why)
         return Write(replace(view.current, wanted=view.current.wanted_before, pending_scale=0), reply=refused)
@@ -158,7 +161,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         return replace(decision, reply=reply) if isinstance(decision, Write) else decision
     generation = Generation(
         current.next_id, config, placement := _placement(view, committed, config), store_on(view, placement[0].node),
-        previous=committed.id, reason=reason, is_held=is_held,
+        previous=committed.id, reason=reason, is_held=is_held, roles=roles_of(view, placement),
     )
     proposed = replace(current, proposed=generation.id, phase=Phase.PROPOSED, next_id=generation.id + 1)
     if reply is None and _is_asked_for(current, config):

@@ -52,7 +52,8 @@ class NodeRecord(_Json):
     """``nodes/<node>``, under its agent's lease.
 
     `rank`: the place in the order of nodes that the user asked for, or None. `joined`: the order of arrival (the
-    key's create_revision), filled in by the reader. `instance`: distinguishes two lives of one name.
+    key's create_revision), filled in by the reader. `instance`: distinguishes two lives of one name. `role`: torchrun's
+    ``--role``.
     """
 
     name: str
@@ -62,6 +63,7 @@ class NodeRecord(_Json):
     instance: str
     state: NodeState = NodeState.READY
     rank: int | None = None
+    role: str = "default"
     joined: int = 0
     labels: dict[str, str] = field(default_factory=dict)
 

@@ -100,9 +100,14 @@ def check(view: View, wanted: Wanted) -> str | None:
     Raises:
         NotDescribed: the model has to be asked first.
     """
-    policy = view.policy
-    most = policy.max_nodes * policy.num_slots
-    admits = f"nnodes admits at most {most} ({policy.max_nodes} x {policy.num_slots} slots)"
+    return _beyond_nnodes(view, wanted) or impossible(view, wanted)
+
+
+def _beyond_nnodes(view: View, wanted: Wanted) -> str | None:
+    policy, sizes = view.policy, view.node_sizes
+    most = sum(sizes)
+    shown = f"{len(sizes)} x {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+    admits = f"nnodes admits at most {most} ({shown} slots)"
     if isinstance(wanted, Nodes) and wanted.count > policy.max_nodes:
         return f"{wanted.count} nodes are asked for, but nnodes admits at most {policy.max_nodes}"
     if isinstance(wanted, Nodes) and wanted.count < policy.min_nodes:
@@ -111,10 +116,21 @@ def check(view: View, wanted: Wanted) -> str | None:
         return f"{wanted.count} workers are asked for, but {admits}"
     if isinstance(wanted, ParallelConfig) and wanted.num_ranks > most:
         return f"{wanted} needs {wanted.num_ranks} workers, but {admits}"
-    if isinstance(wanted, Nodes | Largest):
-        return None
+    return None
+
+
+def impossible(view: View, wanted: Wanted) -> str | None:
+    """Why `wanted` cannot be, however many slots there are; None where it can.
+
+    Raises:
+        NotDescribed: the model has to be asked first.
+    """
     try:
-        meeting(view, wanted, most)
+        match wanted:
+            case ParallelConfig():
+                meeting(view, wanted, wanted.num_ranks)
+            case Workers(count):
+                meeting(view, wanted, count)
     except NoConfigError as error:
         return str(error)
     return None

@@ -16,6 +16,8 @@ from etc_agent.state.layout import Layout
 class Policy:
     """What the job's owner allows. Times in seconds.
 
+    `num_slots`: of the leader's own node. Each node's record has its own number; this one stands for nodes that have
+    yet to come.
     `initial`: the config to start with, which stays wanted until another is asked for; None for the largest.
     `allowed`: the only configs to choose from, or None for all.
     `refuse`: why a config can never be, in one line, or None, from what the job file tells; the model is asked later.
@@ -112,6 +114,16 @@ class View:
     @property
     def num_usable_slots(self) -> int:
         return sum(node.num_slots for node in self.usable)
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """The slots of each node of the job when it is as large as nnodes admits.
+
+        A node that has yet to come is taken to be as large as the largest that is here, or as the leader's own.
+        """
+        here = tuple(node.num_slots for node in self.usable)
+        largest = max(self.policy.num_slots, *(node.num_slots for node in self.nodes), 1)
+        return here + (largest,) * (self.policy.max_nodes - len(here))
 
     @property
     def is_below_min(self) -> bool:

@@ -33,7 +33,7 @@ def worker_environment(
     Raises:
         EtcError: ``--virtual-local-rank`` on a node that shows fewer devices than it has slots.
     """
-    rank, nodes = generation.placement.index(slot), generation.nodes
+    rank, nodes, mates = generation.placement.index(slot), generation.nodes, generation.role_mates(slot)
     host, _, port = generation.store.rpartition(":")
     world_size = str(generation.config.num_ranks)
     environment = {
@@ -41,12 +41,12 @@ def worker_environment(
         "RANK": str(rank),
         **device_of(slot.index, is_virtual=launch_config.virtual_local_rank),
         "GROUP_RANK": str(nodes.index(slot.node)),
-        "ROLE_RANK": str(rank),
+        "ROLE_RANK": str(mates.index(slot)),
         "ROLE_NAME": launch_config.role,
         "LOCAL_WORLD_SIZE": str(sum(other.node == slot.node for other in generation.placement)),
         "WORLD_SIZE": world_size,
         "GROUP_WORLD_SIZE": str(len(nodes)),
-        "ROLE_WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": str(len(mates)),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),

@@ -96,14 +96,14 @@ def environment_of(generation: Generation, slot: Slot) -> dict[str, str]:
 
     LOCAL_RANK is not among them: the slot's device does not change.
     """
-    rank = generation.placement.index(slot)
+    rank, mates = generation.placement.index(slot), generation.role_mates(slot)
     host, _, port = generation.store.rpartition(":")
     size = str(generation.config.num_ranks)
     return {
         "RANK": str(rank),
-        "ROLE_RANK": str(rank),
+        "ROLE_RANK": str(mates.index(slot)),
         "WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": size,
+        "ROLE_WORLD_SIZE": str(len(mates)),
         "LOCAL_WORLD_SIZE": str(sum(each.node == slot.node for each in generation.placement)),
         "GROUP_RANK": str(generation.nodes.index(slot.node)),
         "GROUP_WORLD_SIZE": str(len(generation.nodes)),
