@@ -122,18 +122,18 @@ def test_a_request_for_more_than_is_present_waits_for_a_node(
     assert {first.wait(), second.wait()} <= {0, 143}
 
 
-def test_a_second_job_with_the_same_run_id_is_turned_away(
+def test_a_job_of_another_size_with_the_same_run_id_is_turned_away(
     tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
 ) -> None:
     script = tmp_path / "wait.py"
     script.write_text("import time; time.sleep(600)")
     first = cleanup(node(tmp_path, etcd_server, 2, script, nnodes="1"))
     first.wait_for("starts")
-    second = cleanup(node(tmp_path, etcd_server, 3, script, "other-arguments", nnodes="1"))
+    second = cleanup(node(tmp_path, etcd_server, 3, script, nnodes="1:2"))
     assert second.wait() == 1
     (line,) = second.our_lines()
-    assert "run id 'job' is in use by another job" in line
-    elsewhere = cleanup(node(tmp_path, etcd_server, 4, script, "other-arguments", run_id="job2", nnodes="1"))
+    assert "run id 'job' is a job whose nnodes is 1:1, and this node was given 1:2" in line
+    elsewhere = cleanup(node(tmp_path, etcd_server, 4, script, run_id="job2", nnodes="1:2"))
     elsewhere.wait_for("starts")
     for run in (first, elsewhere):
         run.send(signal.SIGINT)
