@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cluster import Cluster
 
 from etc_agent.agent.processes.environment import worker_environment
 from etc_agent.parallel.config import ParallelConfig
@@ -13,6 +12,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Slot, Topology
 from etc_agent.reconfig.records import Outcome, Result
 from etc_agent.reconfig.view import Policy
+from etc_agent.simulator.cluster.at_rest import Cluster
 from etc_agent.worker.process.environment import environment_of
 
 
