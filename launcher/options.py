@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch.distributed.run import get_args_parser
 
-from etc_agent.agent.processes.environment import PARALLEL_VARIABLE
 from etc_agent.control.channel import SOCKET_VARIABLE
+from etc_agent.control.environment import PARALLEL_VARIABLE
 from etc_agent.errors import EtcError
 from etc_agent.version import version
 

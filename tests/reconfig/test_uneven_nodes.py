@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from etc_agent.agent.processes.environment import worker_environment
+from etc_agent.control.environment import generation_variables
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Slot, Topology
 from etc_agent.reconfig.records import Outcome, Result
 from etc_agent.reconfig.view import Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
-from etc_agent.worker.process.environment import environment_of
 
 
 def uneven(policy: Policy, **num_slots: int) -> Cluster:
@@ -111,7 +111,7 @@ def test_role_ranks_count_by_role_as_torchelastic_s_do_before_and_after_a_change
         sizes = {role: sum(cluster.nodes[slot.node].role == role for slot in generation.placement) for role in roles}
         for slot in generation.placement:
             role = cluster.nodes[slot.node].role
-            for environment in (environment_of(generation, slot), started_with(generation, slot)):
+            for environment in (generation_variables(generation, slot), started_with(generation, slot)):
                 assert environment["ROLE_RANK"] == str(roles[role])
                 assert environment["ROLE_WORLD_SIZE"] == str(sizes[role])
             roles[role] += 1

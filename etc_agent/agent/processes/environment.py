@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
+from etc_agent.control.channel import JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
+from etc_agent.control.environment import generation_variables
 from etc_agent.errors import EtcError
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 
-PARALLEL_VARIABLE = "ETC_PARALLEL"
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -33,22 +33,11 @@ def worker_environment(
     Raises:
         EtcError: ``--virtual-local-rank`` on a node that shows fewer devices than it has slots.
     """
-    rank, nodes, mates = generation.placement.index(slot), generation.nodes, generation.role_mates(slot)
-    host, _, port = generation.store.rpartition(":")
-    world_size = str(generation.config.num_ranks)
     environment = {
         **extra,
-        "RANK": str(rank),
+        **generation_variables(generation, slot),
         **device_of(slot.index, is_virtual=launch_config.virtual_local_rank),
-        "GROUP_RANK": str(nodes.index(slot.node)),
-        "ROLE_RANK": str(mates.index(slot)),
         "ROLE_NAME": launch_config.role,
-        "LOCAL_WORLD_SIZE": str(sum(other.node == slot.node for other in generation.placement)),
-        "WORLD_SIZE": world_size,
-        "GROUP_WORLD_SIZE": str(len(nodes)),
-        "ROLE_WORLD_SIZE": str(len(mates)),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(launch_config.max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
@@ -57,8 +46,6 @@ def worker_environment(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         SOCKET_VARIABLE: control_socket,
         SLOT_VARIABLE: str(slot.index),
-        GENERATION_VARIABLE: str(generation.id),
-        PARALLEL_VARIABLE: str(generation.config),
     }
     if joining:
         environment[JOINING_VARIABLE] = "1"

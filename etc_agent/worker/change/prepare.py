@@ -1,8 +1,7 @@
 """Building a generation beside training: its groups, its part of the model, and the migration into it.
 
 Everything here runs on a background thread while the main thread trains on in the previous generation. All workers of
-both generations take part. Workers are numbered as in a migration plan: the previous generation by virtual rank, then
-those that join by their new rank.
+both generations take part (`crew`).
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Shard
+from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.rng import carried_stream
 from etc_agent.worker.context import ParallelContext
@@ -45,39 +45,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """Where one worker stands in a change: its number in the plan, its ranks before and after, and the numbers of those
-    that leave and of those that join."""
-
-    worker: int
-    num_workers: int
-    old_rank: int | None
-    new_rank: int | None
-    leaving: tuple[int, ...]
-    joining: tuple[int, ...]
-
-    @classmethod
-    def of(cls, slot: Slot, generation: Generation, previous: Generation) -> Seat:
-        """The seat of `slot`'s worker.
-
-        Raises:
-            EtcError: the slot is in neither generation.
-        """
-        joining = [each for each in generation.placement if each not in previous.placement]
-        workers = [*previous.placement, *joining]
-        if slot not in workers:
-            raise EtcError(f"slot {slot} is neither in generation {previous.id} nor in {generation.id}")
-        return cls(
-            worker=workers.index(slot),
-            num_workers=len(workers),
-            old_rank=previous.placement.index(slot) if slot in previous.placement else None,
-            new_rank=generation.placement.index(slot) if slot in generation.placement else None,
-            leaving=tuple(i for i, each in enumerate(workers) if each not in generation.placement),
-            joining=tuple(range(len(previous.placement), len(workers))),
-        )
-
-
-@dataclass(slots=True, eq=False)
 class PreparedGeneration:
     """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried. In
     `release` mode the model in `next` is on the meta device until its tensors have come.
@@ -89,7 +56,7 @@ class PreparedGeneration:
     generation: Generation
     previous: Generation
     slot: Slot
-    seat: Seat
+    crew: Crew
     group: dist.ProcessGroup
     plan: MigrationPlan
     moved_bytes: int
@@ -126,15 +93,15 @@ def prepare(
         RuntimeError: a worker was lost, or did not come in time.
     """
     phases_ms: dict[str, float] = {}
-    seat = Seat.of(slot, generation, previous)
+    crew = Crew.of(slot, generation, previous)
     device = settings.device
     with ExitStack() as undo:
         with _phase(phases_ms, "groups"):
             store = dist.PrefixStore(f"gen{generation.id}", connect_store(generation.store, settings.timeout_s))
             group = raw_group(
-                dist.PrefixStore("migration", store), seat.worker, seat.num_workers, settings.switch_timeout_s
+                dist.PrefixStore("migration", store), crew.worker, crew.num_workers, settings.switch_timeout_s
             )
-            world, vote = _next_world(store, seat, generation, settings) if seat.new_rank is not None else (None, None)
+            world, vote = _next_world(store, crew, generation, settings) if crew.new_rank is not None else (None, None)
             if world is not None:
                 undo.callback(world.close)
         with _phase(phases_ms, "build"):
@@ -145,19 +112,18 @@ def prepare(
                 except Exception as error:
                     # Told to the others with the manifests, so that nobody waits for this worker.
                     refusal = one_line(error)
-            sources, old_stream = _old_shards(live, seat, generation, previous, device)
-            manifest, new_stream = _new_manifest(state, world, seat, generation, previous, device)
+            sources, old_stream = _old_shards(live, crew, generation, previous, device)
+            manifest, new_stream = _new_manifest(state, world, crew, generation, previous, device)
         with _phase(phases_ms, "manifests"):
-            nodes = _node_numbers(generation, previous)
-            wish = _wish(settings, seat, nodes)
+            wish = _wish(settings, crew)
             rows = gather_json(group, _say(tuple(sources), manifest, refusal, wish))
             _refuse_if_any(rows)
         with _phase(phases_ms, "plan"):
             old, new = ([decode_manifest(row[side]) for row in rows] for side in ("old", "new"))
             choice = choose_mode([Wish(**row["wish"]) for row in rows], old, new)
             if choice.mode == "release":
-                plan = plan_release(old, new, choice.budget_bytes, nodes)
-                if seat.worker == 0:
+                plan = plan_release(old, new, choice.budget_bytes, list(crew.nodes))
+                if crew.worker == 0:
                     _log.warning(
                         "generation %d is migrated to in release mode, since %s: once that has begun, the old state "
                         "goes as the new one comes, and a worker lost meanwhile takes its part of it along",
@@ -165,14 +131,14 @@ def prepare(
                     )
             else:
                 # On one host nobody's port is relieved by a detour.
-                plan = make_plan(old, new, nodes=nodes, forwarding=len(set(nodes)) > 1)
+                plan = make_plan(old, new, nodes=list(crew.nodes), forwarding=len(set(crew.nodes)) > 1)
         with _phase(phases_ms, "allocate"):
             keeps = choice.mode == "keep"
-            memory = shared_memory_for(plan, seat.worker, device) if keeps else None
+            memory = shared_memory_for(plan, crew.worker, device) if keeps else None
             shared = {} if memory is None else memory.tensors
             targets = {}
             if keeps and state is not None and world is not None:
-                targets = _materialised(state, world, plan, seat, sources, shared, device)
+                targets = _materialised(state, world, plan, crew, sources, shared, device)
             if keeps and new_stream is not None:
                 new_stream = (new_stream[0], shared.get(*new_stream))
                 targets[new_stream[0]] = new_stream[1]
@@ -181,24 +147,24 @@ def prepare(
             timeout_s, verify = settings.switch_timeout_s, settings.verify_dir is not None
             if keeps:
                 migration = Migration(
-                    plan, seat.worker, sources, targets, group, timeout_s=timeout_s, memory=memory, verify=verify
+                    plan, crew.worker, sources, targets, group, timeout_s=timeout_s, memory=memory, verify=verify
                 )
             else:
                 migration = ReleasingMigration(
-                    plan, seat.worker, sources, group,
+                    plan, crew.worker, sources, group,
                     timeout_s=timeout_s, device=device, budget_bytes=choice.budget_bytes, verify=verify,
                 )
             migration.prepare()
         following = None
         if world is not None and state is not None:
-            assert seat.new_rank is not None
+            assert crew.new_rank is not None
             context = ParallelContext(
-                generation.config, world.mesh, seat.new_rank, device, generation.id, settings.global_batch
+                generation.config, world.mesh, crew.new_rank, device, generation.id, settings.global_batch
             )
             following = LiveGeneration(generation.id, world, vote, state, context)
         undo.pop_all()
     return PreparedGeneration(
-        generation, previous, slot, seat, group, plan, plan.moved_bytes, choice, migration, following,
+        generation, previous, slot, crew, group, plan, plan.moved_bytes, choice, migration, following,
         {shard.tensor.name: shard for shard in sources}, old_stream, new_stream, phases_ms,
     )
 
@@ -219,15 +185,15 @@ def _phase(phases_ms: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _next_world(
-    store: dist.Store, seat: Seat, generation: Generation, settings: Settings
+    store: dist.Store, crew: Crew, generation: Generation, settings: Settings
 ) -> tuple[World, Vote]:
-    assert seat.new_rank is not None
+    assert crew.new_rank is not None
     world = build(
-        dist.PrefixStore("world", store), seat.new_rank, generation.config, generation.id, settings.device,
+        dist.PrefixStore("world", store), crew.new_rank, generation.config, generation.id, settings.device,
         settings.timeout_s,
     )
     try:
-        vote = Vote(dist.PrefixStore("vote", store), seat.new_rank, generation.config.num_ranks, settings.timeout_s)
+        vote = Vote(dist.PrefixStore("vote", store), crew.new_rank, generation.config.num_ranks, settings.timeout_s)
     except BaseException:
         world.close()
         raise
@@ -235,13 +201,13 @@ def _next_world(
 
 
 def _old_shards(
-    live: LiveGeneration | None, seat: Seat, generation: Generation, previous: Generation, device: torch.device
+    live: LiveGeneration | None, crew: Crew, generation: Generation, previous: Generation, device: torch.device
 ) -> tuple[dict[Shard, torch.Tensor], tuple[Shard, torch.Tensor] | None]:
     """What this worker holds now, with a buffer for its random stream where that is carried on."""
-    if live is None or seat.old_rank is None:
+    if live is None or crew.old_rank is None:
         return {}, None
     sources = held_shards(live.state)
-    stream = _with_buffer(carried_stream(seat.old_rank, previous.config, generation.config, device))
+    stream = _with_buffer(carried_stream(crew.old_rank, previous.config, generation.config, device))
     if stream is not None:
         sources[stream[0]] = stream[1]
     return sources, stream
@@ -250,17 +216,17 @@ def _old_shards(
 def _new_manifest(
     state: TrainState | None,
     world: World | None,
-    seat: Seat,
+    crew: Crew,
     generation: Generation,
     previous: Generation,
     device: torch.device,
 ) -> tuple[tuple[Shard, ...], tuple[Shard, torch.Tensor] | None]:
     """What this worker will hold, with a buffer for the random stream that it takes over."""
-    if state is None or world is None or seat.new_rank is None:
+    if state is None or world is None or crew.new_rank is None:
         return (), None
     with entered(world):
         manifest = tuple(shards_of(state))
-    stream = _with_buffer(carried_stream(seat.new_rank, generation.config, previous.config, device))
+    stream = _with_buffer(carried_stream(crew.new_rank, generation.config, previous.config, device))
     return (manifest if stream is None else (*manifest, stream[0])), stream
 
 
@@ -270,9 +236,9 @@ def _with_buffer(shard: Shard | None) -> tuple[Shard, torch.Tensor] | None:
     return shard, torch.zeros(shard.box.shape, dtype=torch.uint8, device="cpu")
 
 
-def _wish(settings: Settings, seat: Seat, nodes: list[int]) -> Wish:
+def _wish(settings: Settings, crew: Crew) -> Wish:
     """What this worker asks for; workers of one node share what its host has free."""
-    sharing = nodes.count(nodes[seat.worker]) if settings.device.type == "cpu" else 1
+    sharing = crew.num_on_this_node if settings.device.type == "cpu" else 1
     return Wish(settings.migration, settings.budget_bytes, free_bytes(settings.device) // sharing)
 
 
@@ -286,19 +252,11 @@ def _refuse_if_any(rows: list[dict[str, Any]]) -> None:
         raise EtcError(refusals[0])
 
 
-def _node_numbers(generation: Generation, previous: Generation) -> list[int]:
-    """Worker -> the number of its node."""
-    joining = [each for each in generation.placement if each not in previous.placement]
-    nodes = [slot.node for slot in (*previous.placement, *joining)]
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    return [numbers[node] for node in nodes]
-
-
 def _materialised(
     state: TrainState,
     world: World,
     plan: MigrationPlan,
-    seat: Seat,
+    crew: Crew,
     sources: dict[Shard, torch.Tensor],
     shared: dict[Shard, torch.Tensor],
     device: torch.device,
@@ -310,7 +268,7 @@ def _materialised(
     kept = {
         Shard(refer.tensor, refer.target_box): sources[Shard(refer.tensor, refer.source_box)]
         for refer in plan.refers
-        if refer.worker == seat.worker and refer.is_whole
+        if refer.worker == crew.worker and refer.is_whole
     }
 
     def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:

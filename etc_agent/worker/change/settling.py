@@ -90,12 +90,12 @@ class Settlement:
             RuntimeError: as for `agree`.
         """
         agreed = self.agree(ok)
-        group, seat = self._prepared.group, self._prepared.seat
+        group, crew = self._prepared.group, self._prepared.crew
         if self._live is None:
             return agreed and self._hear()
-        if agreed and seat.worker == 0:
+        if agreed and crew.worker == 0:
             settled = torch.ones(1, dtype=torch.uint8, device="cpu")
-            self.farewells = [group.send([settled], joiner, _SETTLED_TAG) for joiner in seat.joining]
+            self.farewells = [group.send([settled], joiner, _SETTLED_TAG) for joiner in crew.joining]
         return agreed
 
     def _hear(self) -> bool:

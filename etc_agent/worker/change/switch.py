@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from etc_agent.control.environment import generation_variables
 from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import local_tensor
 from etc_agent.integrations.native import held_shards, host_state, load_host_state, rng_state, set_rng_state, shards_of
@@ -38,7 +39,6 @@ from etc_agent.worker.change.settling import Settlement
 from etc_agent.worker.change.user_state import load_own_state, own_state, rules_of
 from etc_agent.worker.change.verify import write_shards
 from etc_agent.worker.live import LiveGeneration
-from etc_agent.worker.process.environment import environment_of
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.world.swap import activate, deactivate, entered
 
@@ -132,7 +132,7 @@ def _no_way_back(prepared: PreparedGeneration, outcome: Switch, settlement: Sett
 
 def _tell(prepared: PreparedGeneration, outcome: Switch) -> None:
     """One line for people, in worker 0's log."""
-    if prepared.seat.worker == 0:
+    if prepared.crew.worker == 0:
         choice = prepared.choice
         _log.warning(
             "generation %d was migrated to in %s mode, since %s: %s bytes moved in %.0f ms",
@@ -142,7 +142,7 @@ def _tell(prepared: PreparedGeneration, outcome: Switch) -> None:
 
 def write_switch_trace(folder: str, prepared: PreparedGeneration, outcome: Switch) -> None:
     """Write ``switch-<generation>-worker-<number>.json``: this worker's phases. Failure is logged only."""
-    worker = prepared.seat.worker
+    worker = prepared.crew.worker
     account = MigrationReport(
         sum(outcome.phases_ms.values()) / 1e3, outcome.sent_bytes, outcome.received_bytes, outcome.referred_bytes,
         len(prepared.plan.rounds), tuple(outcome.spans), outcome.timeline,
@@ -175,7 +175,7 @@ def _share_host_state(prepared: PreparedGeneration, live: LiveGeneration | None,
     value = None
     if live is not None:
         with _phase(outcome, "host_state"):
-            if prepared.seat.worker == 0:
+            if prepared.crew.worker == 0:
                 has_own = set(rules_of(live.state).values()) - {"replicated"}
                 value = {"step": outcome.step, "has_own": bool(has_own), **_read(lambda: host_state(live.state))}
             value = broadcast_json(prepared.group, 0, value)
@@ -209,7 +209,7 @@ def _migrate(prepared: PreparedGeneration, host: _HostState, outcome: Switch) ->
     Raises:
         MigrationError: a worker was lost, so that others may wait for this one.
     """
-    shown = ProgressBar() if prepared.seat.worker == 0 else nullcontext()
+    shown = ProgressBar() if prepared.crew.worker == 0 else nullcontext()
     with _phase(outcome, "migrate"), shown as bar:
         report = prepared.migration.run(bar)
     try:
@@ -264,10 +264,10 @@ def _take_sources(prepared: PreparedGeneration, live: LiveGeneration, verify_dir
         buffer.copy_(rng_state(live.parallel.device))
         sources[shard] = buffer
     prepared.migration.refresh(sources)
-    if verify_dir is not None and prepared.seat.old_rank is not None:
+    if verify_dir is not None and prepared.crew.old_rank is not None:
         views = set(held_shards(live.state)) - set(shards_of(live.state))
         state = {shard: tensor for shard, tensor in sources.items() if shard not in views}
-        write_shards(verify_dir, prepared.generation.id, "old", prepared.seat.old_rank, state)
+        write_shards(verify_dir, prepared.generation.id, "old", prepared.crew.old_rank, state)
 
 
 def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> None:
@@ -278,7 +278,7 @@ def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> 
         deactivate()
         return
     activate(following.world)
-    os.environ.update(environment_of(prepared.generation, prepared.slot))
+    os.environ.update(generation_variables(prepared.generation, prepared.slot))
     if prepared.new_stream is not None:
         set_rng_state(settings.device, prepared.new_stream[1])
     else:
@@ -296,9 +296,9 @@ def _say_farewell(prepared: PreparedGeneration, outcome: Switch) -> None:
 
     A process that exits earlier could take the vote's last messages with it.
     """
-    worker, group = prepared.seat.worker, prepared.group
+    worker, group = prepared.crew.worker, prepared.group
     byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    for leaver in prepared.seat.leaving:
+    for leaver in prepared.crew.leaving:
         if leaver != worker:
             outcome.farewells.append(group.send([byte], leaver, _DONE_TAG))
     if prepared.next is None:
@@ -307,7 +307,7 @@ def _say_farewell(prepared: PreparedGeneration, outcome: Switch) -> None:
 
 def _await_farewells(prepared: PreparedGeneration) -> None:
     group = prepared.group
-    others = [other for other in range(prepared.seat.num_workers) if other != prepared.seat.worker]
+    others = [other for other in range(prepared.crew.num_workers) if other != prepared.crew.worker]
     works = [group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], other, _DONE_TAG) for other in others]
     for other, work in zip(others, works, strict=True):
         try:

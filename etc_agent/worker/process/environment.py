@@ -1,4 +1,4 @@
-"""The process environment: what the launcher said of this worker, and telling the new truth after a switch."""
+"""What the launcher says of this worker in the process's environment."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
+from etc_agent.control.environment import PARALLEL_VARIABLE
 from etc_agent.errors import EtcError
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.parallel.generation import Generation
-from etc_agent.parallel.topology import Slot
 
-PARALLEL_VARIABLE = "ETC_PARALLEL"
 VERIFY_VARIABLE = "ETC_VERIFY"
 TRACE_VARIABLE = "ETC_TRACE"
 MIGRATION_VARIABLE = "ETC_MIGRATION"
@@ -89,26 +87,3 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise EtcError(f"{name}={text!r} is not a number; start the script with etc-run or torchrun") from None
-
-
-def environment_of(generation: Generation, slot: Slot) -> dict[str, str]:
-    """The variables of the worker at `slot` that depend on the generation, named as torchrun names them.
-
-    LOCAL_RANK is not among them: the slot's device does not change.
-    """
-    rank, mates = generation.placement.index(slot), generation.role_mates(slot)
-    host, _, port = generation.store.rpartition(":")
-    size = str(generation.config.num_ranks)
-    return {
-        "RANK": str(rank),
-        "ROLE_RANK": str(mates.index(slot)),
-        "WORLD_SIZE": size,
-        "ROLE_WORLD_SIZE": str(len(mates)),
-        "LOCAL_WORLD_SIZE": str(sum(each.node == slot.node for each in generation.placement)),
-        "GROUP_RANK": str(generation.nodes.index(slot.node)),
-        "GROUP_WORLD_SIZE": str(len(generation.nodes)),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        GENERATION_VARIABLE: str(generation.id),
-        PARALLEL_VARIABLE: str(generation.config),
-    }

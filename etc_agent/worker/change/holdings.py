@@ -1,0 +1,79 @@
+"""What a worker holds of its generation's state, as the main thread found it at a safe point.
+
+Only the main thread looks at live modules, and only at a safe point: while a step runs, modules may hold other tensors
+than those that are state (FSDP2 registers unsharded parameters between its hooks before forward and after backward).
+Whatever works beside training is given this value instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.aliases import local_tensor
+from etc_agent.integrations.native import TrainState
+from etc_agent.integrations.tensors import all_tensors, shard_of
+from etc_agent.state.layout import Shard
+
+_MOST_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """`tensors`: every tensor of the state, views of other tensors too: the shard that this worker has of it -> the
+    local plain tensor, which shares the live one's storage and is outside autograd."""
+
+    tensors: Mapping[Shard, torch.Tensor]
+
+    @classmethod
+    def of(cls, state: TrainState) -> Holdings:
+        """What `state` is made of now. For the main thread, at a safe point.
+
+        Raises:
+            EtcError: the state holds what cannot be moved; the message names it.
+        """
+        _reshard(state)
+        alike: dict[tuple[Any, ...], Shard] = {}
+        tensors = {}
+        for name, tensor in all_tensors(state).items():
+            shard = _shard_of(name, tensor, alike)
+            tensors[shard] = local_tensor(tensor)
+        return cls(tensors)
+
+    def check_same_shards(self, now: Holdings) -> None:
+        """Check that `now`, taken later, has the same shards, so that a plan made for these holds for those.
+
+        Raises:
+            EtcError: tensors were added, removed, or have another shape, dtype or sharding; the message names them.
+        """
+        if self.tensors.keys() != now.tensors.keys():
+            changed = dict.fromkeys(shard.tensor.name for shard in self.tensors.keys() ^ now.tensors.keys())
+            names = sorted(changed)
+            others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            raise EtcError(
+                f"{', '.join(names[:_MOST_NAMES])}{others}: added, removed, or of another shape, dtype or sharding "
+                "since the change was prepared; it has to be prepared again"
+            )
+
+
+def _reshard(state: TrainState) -> None:
+    """FSDP2 leaves some modules unsharded after a forward pass without a backward one, such as an evaluation."""
+    for module in state.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _shard_of(name: str, tensor: torch.Tensor, alike: dict[tuple[Any, ...], Shard]) -> Shard:
+    """As `shard_of`. Where a box falls is worked out once for all sharded tensors that are `alike`: it takes long."""
+    if not isinstance(tensor, DTensor):
+        return shard_of(name, tensor)
+    key = (tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements, local_tensor(tensor).shape)
+    if key not in alike:
+        alike[key] = shard_of(name, tensor)
+    return replace(alike[key], tensor=replace(alike[key].tensor, name=name))
