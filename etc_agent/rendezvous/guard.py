@@ -1,9 +1,14 @@
-"""Keeps a private etcd from outliving its owner. Run as a script: guard.py FOLDER COMMAND...
+"""Keeps a private etcd alive as long as its owner, and no longer. Run as a script: guard.py FOLDER COMMAND...
 
-Starts COMMAND and prints its process id. Ends when it ends, with its exit code. When standard input closes, which is
-what happens when the owner dies in whatever way, it kills COMMAND and removes FOLDER. COMMAND dies with the guard, too:
-a parent-death signal follows the thread that forked, and the guard has only one. It imports nothing of ours, so that it
-is small and quick to start.
+Starts COMMAND and prints its process id. When COMMAND is ended by a signal that the owner did not ask for, it is
+started again, with its data, and its new process id is printed: a scheduler that ends a job signals every process of it
+at once, and the owner needs etcd to leave in order. (etcd heeds SIGTERM even if SIGTERM was ignored when it started.)
+When COMMAND ends by itself, the guard ends with its exit code.
+
+The owner orders by lines on standard input: ``stop`` (SIGTERM) and ``kill`` (SIGKILL) end COMMAND for good. When
+standard input closes, which is what happens when the owner dies in whatever way, the guard ends COMMAND and removes
+FOLDER. COMMAND dies with the guard, too: a parent-death signal follows the thread that forked, and the guard has only
+one. It imports nothing of ours, so that it is small and quick to start.
 """
 
 from __future__ import annotations
@@ -16,38 +21,96 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-_GRACE_MS = 3000
+_GRACE_S = 3.0
+_PAUSE_S = 0.2
+"""Before COMMAND is started again."""
 _PR_SET_PDEATHSIG = 1
+_FOR_OTHERS = (
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
+)
+"""What a scheduler may send to every process of a job; only the agent has something to do about it."""
+
+
+class Guard:
+    """`command`: started at once. `folder`: where its data are."""
+
+    def __init__(self, folder: str, command: list[str]) -> None:
+        self._folder, self._command = folder, command
+        self._orders = b""
+        self._is_ordered = False
+        self._child = self._start()
+
+    def run(self) -> int:
+        """Until the command has ended for good. Returns its exit code."""
+        while True:
+            if not self._wait_for_end():
+                self._end_with_owner()
+                return self._child.returncode
+            if self._child.returncode >= 0 or self._is_ordered:
+                return self._child.returncode
+            if select.select([0], [], [], _PAUSE_S)[0] and not self._hear():
+                shutil.rmtree(self._folder, ignore_errors=True)
+                return 0
+            if self._is_ordered:
+                return self._child.returncode
+            self._child = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        libc, guard = ctypes.CDLL(None), os.getpid()
+
+        def prepare() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guard:  # it died before that took effect
+                os._exit(1)
+
+        for left in Path().glob("*.sock:0"):  # Unix sockets of one that was killed; the next could not listen there
+            left.unlink(missing_ok=True)
+        child = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=prepare
+        )
+        with contextlib.suppress(BrokenPipeError):  # the owner has gone already, as standard input will tell
+            os.write(sys.stdout.fileno(), b"%d\n" % child.pid)
+        return child
+
+    def _wait_for_end(self) -> bool:
+        """Follow orders until the command has ended; false where the owner has gone before that."""
+        ended = os.pidfd_open(self._child.pid)
+        try:
+            while True:
+                ready, _, _ = select.select([0, ended], [], [])
+                if ended in ready:
+                    self._child.wait()
+                    return True
+                if not self._hear():
+                    return False
+        finally:
+            os.close(ended)
+
+    def _hear(self) -> bool:
+        """Read and follow what the owner orders; false where it has gone."""
+        more = os.read(0, 1 << 12)
+        *lines, self._orders = (self._orders + more).split(b"\n")
+        for line in lines:
+            self._is_ordered = True
+            self._child.send_signal(signal.SIGKILL if line == b"kill" else signal.SIGTERM)
+        return bool(more)
+
+    def _end_with_owner(self) -> None:
+        self._child.terminate()
+        try:
+            self._child.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def main(folder: str, command: list[str]) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    libc, guard = ctypes.CDLL(None), os.getpid()
-
-    def prepare() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # it died before that took effect
-            os._exit(1)
-
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=prepare)
-    with contextlib.suppress(BrokenPipeError):  # the owner has gone already, as standard input will tell
-        os.write(sys.stdout.fileno(), b"%d\n" % child.pid)
-    poll = select.poll()
-    owner, ended = sys.stdin.fileno(), os.pidfd_open(child.pid)
-    poll.register(owner, select.POLLIN | select.POLLHUP)
-    poll.register(ended, select.POLLIN)
-    if ended not in {descriptor for descriptor, _ in poll.poll()}:
-        poll.unregister(owner)
-        child.terminate()
-        if not poll.poll(_GRACE_MS):
-            child.kill()
-        child.wait()
-        shutil.rmtree(folder, ignore_errors=True)
-    return child.wait()
+    for number in _FOR_OTHERS:
+        signal.signal(number, signal.SIG_IGN)
+    return Guard(folder, command).run()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A private etcd for one job on one machine.
 
-It serves `--standalone`, tests and benchmarks. A guard process stands between us and it, so that it ends, and its data
-go, even when we are killed.
+It serves `--standalone`, tests and benchmarks. A guard process (`guard.py`) stands between us and it, so that it ends,
+and its data go, even when we are killed, and that it lives on when somebody else signals it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -95,14 +94,17 @@ class EtcdServer:
 
     @property
     def pid(self) -> int:
-        """etcd's own process id (not the guard's).
+        """etcd's own process id (not the guard's); another one after the guard has started it again.
 
         Raises:
             EtcdError: it has been stopped.
         """
-        if self._pid is None:
-            raise EtcdError("this etcd has been stopped")
-        return self._pid
+        with self._lock:
+            if self._pid is None or self._guard is None or self._guard.stdout is None:
+                raise EtcdError("this etcd has been stopped")
+            started_since = (self._guard.stdout.read() or b"").split()
+            self._pid = int(started_since[-1]) if started_since else self._pid
+            return self._pid
 
     @property
     def folder(self) -> Path:
@@ -234,25 +236,21 @@ class EtcdServer:
         line = process.stdout.readline()
         if not line:
             raise EtcdError(f"cannot start etcd ({self._binary}): {self._why()}")
+        os.set_blocking(process.stdout.fileno(), False)
         return int(line)
 
     def _end(self, grace_s: float) -> None:
         with self._lock:
-            process, pid, self._guard, self._pid = self._guard, self._pid, None, None
+            process, self._guard, self._pid = self._guard, None, None
         if process is None:
             return
         assert process.stdin is not None
         assert process.stdout is not None
-        # The guard reaps etcd and then ends: while it runs, the pid is etcd's and nobody else's.
-        if grace_s > 0 and pid is not None and process.poll() is None:
-            _signal(pid, signal.SIGTERM)
+        if grace_s > 0:
+            _order(process, b"stop\n")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
-        if pid is not None and process.poll() is None:
-            _signal(pid, signal.SIGKILL)
-        if pid is None:
-            # We were interrupted before etcd's pid was known; a closed pipe makes the guard end it.
-            process.stdin.close()
+        _order(process, b"kill\n")
         process.wait()
         process.stdin.close()
         process.stdout.close()
@@ -275,6 +273,7 @@ class EtcdServer:
         return cause(log, self._folder.parent)
 
 
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def _order(guard: subprocess.Popen[bytes], line: bytes) -> None:
+    assert guard.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended, and etcd before it
+        os.write(guard.stdin.fileno(), line)

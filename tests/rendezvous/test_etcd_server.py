@@ -21,7 +21,7 @@ from etc_agent.rendezvous.server import EtcdServer
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
@@ -78,6 +78,26 @@ def test_it_ends_and_its_data_go_when_its_owner_is_killed() -> None:
         assert is_alive(int(pid))
         owner.kill()
     wait_until(lambda: not is_alive(int(pid)) and not Path(folder).exists())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_signals_of_others_end_neither_it_nor_its_data_nor_its_leases(etcd: EtcdServer, number: signal.Signals) -> None:
+    with EtcdClient([etcd.endpoint], timeout_s=20) as client:
+        client.put("/x", "1", client.grant_lease(60))
+        before = etcd.pid
+        for pid in etcd_processes(str(etcd.folder)):
+            if pid == before or number != signal.SIGKILL:
+                os.kill(pid, number)
+        found = client.get("/x")
+        assert found is not None
+        assert found.lease
+        if number is not signal.SIGHUP:  # ignored by etcd itself
+            wait_until(lambda: etcd.pid != before and not is_alive(before))
+        client.put("/x", "2")
+        assert etcd.is_running
+    pid = etcd.pid
+    etcd.stop()
+    assert not is_alive(pid)
 
 
 def etcd_processes(folder: str) -> list[int]:
