@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import aliases_of, local_tensor, view_of_owner
-from etc_agent.integrations.optimizer_state import as_dtensor, reset_optimizer_state
+from etc_agent.integrations.optimizer_state import as_dtensor
 from etc_agent.integrations.tensors import all_tensors, shard_of
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.layout import Shard
@@ -43,18 +43,6 @@ def materialise(state: TrainState, provide: Provide) -> None:
     for name, alias in aliases.items():
         _replace(name, alias.tensor, view_of_owner(alias, local_tensor(alias.owner)))
     _refuse_meta(state)
-
-
-def initialise(state: TrainState) -> int:
-    """Start a job anew on a materialised `state`: initial optimizer state, then the script's own `init`.
-
-    Returns the step to begin with.
-    """
-    reset_optimizer_state(state)
-    if state.init is None:
-        return 0
-    with torch.no_grad():
-        return state.init(state) or 0
 
 
 def _check_local(name: str, tensor: torch.Tensor, local: torch.Tensor) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from etc_agent.errors import EtcError
+
+MODULE: Final = "module"
 
 
 class Stateful(Protocol):
@@ -30,8 +34,17 @@ class TrainState:
     `scheduler`, `scaler`, `extras`: small state that is equal on every rank, carried as JSON. An extra that is not says
     so by an attribute `rule`: ``per_rank`` or ``per_sample`` (docs/worker.md).
     `runtime`: whatever else the script wants to keep for this generation, such as the pipeline schedule. Not carried.
-    `init`: called at the job's start, and after every restart, on the materialised state, to fill in initial weights
-    or a checkpoint's. It returns the step that training begins with, None for 0, the same on every rank.
+    `init`: how the job gets its values at its start, and again after every restart.
+
+    * A function, called on real tensors: it fills in every parameter and buffer with initial values or a checkpoint's.
+      It returns the step that training begins with (None for 0), the same on every rank.
+    * ``"module"``: the values that the modules' constructors compute. `build` is called once more, for one rank alone
+      and on the real device, with torch's generators started from the session's seed; each rank keeps its part. So the
+      job starts with the same values under every config, and each worker needs memory for the whole model once.
+    * ``("module", function)``: the constructors' values first, then the function, for a checkpoint that has a part.
+
+    Raises:
+        EtcError: `init` is none of these.
     """
 
     model: nn.Module
@@ -40,4 +53,19 @@ class TrainState:
     scaler: Any = None
     extras: dict[str, Stateful] = field(default_factory=dict)
     runtime: Any = None
-    init: Callable[[TrainState], int | None] | None = None
+    init: Init | Literal["module"] | tuple[Literal["module"], Init] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.init, tuple):
+            is_known = len(self.init) == 2 and self.init[0] == MODULE and callable(self.init[1])
+        else:
+            is_known = self.init is None or self.init == MODULE or callable(self.init)
+        if not is_known:
+            raise EtcError(
+                f"TrainState.init is {self.init!r}; give a function of the TrainState, "
+                f'"{MODULE}", or ("{MODULE}", function)'
+            )
+
+
+Init = Callable[[TrainState], int | None]
+"""(state with real tensors) -> the step to begin with, or None for 0."""

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from etc_agent.errors import EtcError
-from etc_agent.integrations.native import initialise, materialise
+from etc_agent.integrations.native import start_values, takes_module_values
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.state.layout import Shard
 from etc_agent.worker.change.rng import start_stream
 from etc_agent.worker.context import ParallelContext, check_global_batch
 from etc_agent.worker.live import LiveGeneration
@@ -19,6 +18,7 @@ from etc_agent.worker.model import Build, build_on_meta
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
+from etc_agent.worker.whole import build_whole
 from etc_agent.worker.world.build import build
 from etc_agent.worker.world.stores import connect_store
 from etc_agent.worker.world.swap import activate
@@ -33,8 +33,8 @@ def start_fresh(
 
     Raises:
         ValueError: the model refuses `config`.
-        EtcError: the config is of another size than the job, the store does not answer, or the ranks' `init` name
-            different steps to begin with.
+        EtcError: the config is of another size than the job, the store does not answer, a tensor has no initial value,
+            or the ranks' `init` name different steps to begin with.
     """
     if config.num_ranks != environment.world_size:
         raise EtcError(
@@ -53,9 +53,12 @@ def start_fresh(
         vote = Vote(dist.PrefixStore("vote", store), environment.rank, config.num_ranks, settings.timeout_s)
     activate(world)
     state = build_on_meta(script, world, settings.device, environment.generation, settings.global_batch)
+    whole = None
+    if takes_module_values(state):
+        num_sharing = environment.local_world_size if settings.device.type == "cpu" else 1
+        whole = build_whole(script, settings, environment.generation, num_sharing)
     start_stream(settings.seed, environment.generation, environment.rank)
-    materialise(state, lambda shard, meta: _fresh(shard, meta, settings.device))
-    step = _agreed(initialise(state), settings.device)
+    step = _agreed(start_values(state, settings.device, whole), settings.device)
     context = ParallelContext(
         config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch
     )
@@ -70,10 +73,6 @@ def _agreed(step: int, device: torch.device) -> int:
     if first != last:
         raise EtcError(f"TrainState.init returned step {first} on one rank and {last} on another; load one checkpoint")
     return step
-
-
-def _fresh(shard: Shard, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.zeros_like(meta, device=device)
 
 
 def _store(environment: WorkerEnvironment, settings: Settings) -> dist.Store:

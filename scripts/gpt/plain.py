@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from etc_agent.integrations.native import TrainState, create_optimizer_state, initialise, materialise
+from etc_agent.integrations.native import TrainState, create_optimizer_state, start_values
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.context import ParallelContext, local_sample_ids
 from gpt.data import ByteSamples
@@ -43,8 +43,7 @@ def build_real(options: GptOptions, parallel: ParallelContext) -> TrainState:
     with torch.device("meta"):
         state = build(options, parallel)
     create_optimizer_state(state)
-    materialise(state, lambda _, meta: torch.empty(meta.shape, dtype=meta.dtype, device=parallel.device))
-    initialise(state)
+    start_values(state, parallel.device, whole=None)
     return state
 
 

@@ -35,6 +35,7 @@ class WorkerEnvironment:
     local_rank: int
     slot: int
     world_size: int
+    local_world_size: int
     store: str
     socket: str | None
     generation: int
@@ -67,6 +68,7 @@ class WorkerEnvironment:
             local_rank=_integer(environ, "LOCAL_RANK", 0),
             slot=_integer(environ, SLOT_VARIABLE, _integer(environ, "LOCAL_RANK", 0)),
             world_size=_integer(environ, "WORLD_SIZE", 1),
+            local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", 1),
             store=f"{address}:{port}" if address and port else "",
             socket=socket,
             generation=_integer(environ, GENERATION_VARIABLE, 1),

@@ -1,0 +1,55 @@
+"""The unsharded model, made once by its own constructors, for jobs that start from what these compute."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.native import WholeModel, shards_of, whole_model
+from etc_agent.migration.modes import free_bytes
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.context import ParallelContext
+from etc_agent.worker.model import Build, build_on_meta
+from etc_agent.worker.settings import Settings
+from etc_agent.worker.world.build import build_fake
+from etc_agent.worker.world.swap import World, entered
+
+_REMEDY = "give TrainState an init function, which fills in each rank's part"
+
+
+def build_whole(build: Build, settings: Settings, generation: int, num_sharing: int) -> WholeModel:
+    """The model as `build` makes it for one rank alone, on the real device, with torch's generators started from the
+    session's seed: equal on every worker that calls this, whatever its own config.
+
+    `num_sharing`: workers that take memory for it from the same device.
+
+    Raises:
+        EtcError: the model cannot be built for one rank alone, or it does not fit on the device.
+    """
+    with contextlib.closing(build_fake(0, ParallelConfig(), settings.device)) as world:
+        _check_fits(build, world, settings, generation, num_sharing)
+        context = ParallelContext(
+            world.config, world.mesh, world.rank, settings.device, generation, settings.global_batch
+        )
+        torch.manual_seed(settings.seed)
+        with entered(world), settings.device:
+            return whole_model(build(context))
+
+
+def _check_fits(build: Build, world: World, settings: Settings, generation: int, num_sharing: int) -> None:
+    try:
+        state = build_on_meta(build, world, settings.device, generation, settings.global_batch)
+    except ValueError as error:
+        raise EtcError(
+            f'init="module" builds the model for one rank alone, which it refuses: {error}; {_REMEDY}'
+        ) from error
+    with entered(world):
+        num_bytes = sum(shard.num_bytes for shard in shards_of(state) if shard.tensor.name.startswith("model."))
+    free = free_bytes(settings.device) // num_sharing
+    if num_bytes > free:
+        raise EtcError(
+            f'init="module" needs {num_bytes:,} bytes for the whole model on every worker, and this one has {free:,} '
+            f"free on {settings.device}; {_REMEDY}"
+        )
