@@ -21,15 +21,7 @@ def build(parallel: etc.ParallelContext) -> etc.TrainState:
     if parallel.config.tp > 1 or parallel.config.pp > 1:
         raise ValueError(f"{parallel.config}: this model is data parallel; pp and tp must be 1")
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-    return etc.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3), init=initialise)
-
-
-def initialise(state: etc.TrainState) -> None:
-    """Once, at the job's start, on real tensors: the same on every rank."""
-    torch.manual_seed(0)
-    for module in state.model.modules():
-        if isinstance(module, nn.Linear):
-            module.reset_parameters()
+    return etc.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3), init="module")
 
 
 class Samples:

@@ -21,9 +21,8 @@ OTHERS = [
 NOT_OF_TORCH = {"_actions"}
 """argparse's."""
 NOT_MOVED_YET = {
-    "etc_agent/agent/processes/logs.py", "etc_agent/agent/processes/numa.py", "etc_agent/integrations/aliases.py",
-    "etc_agent/integrations/materialise.py", "etc_agent/integrations/optimizer_state.py",
-    "etc_agent/integrations/tensors.py", "etc_agent/migration/library.py", "etc_agent/migration/memory/bits.py",
+    "etc_agent/agent/processes/logs.py", "etc_agent/agent/processes/numa.py",
+    "etc_agent/migration/library.py", "etc_agent/migration/memory/bits.py",
     "etc_agent/migration/memory/recycling.py", "etc_agent/migration/memory/storage.py",
     "etc_agent/migration/transport/wire.py", "launcher/given.py", "launcher/torchrun_config.py",
 }

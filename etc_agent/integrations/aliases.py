@@ -10,6 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from etc_agent.errors import EtcError
+from etc_agent.torch_private.dtensors import local_part
+from etc_agent.torch_private.tensors import storage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Alias:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor behind `tensor`, sharing its storage and outside autograd."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+    return (local_part(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Alias]:
@@ -36,7 +38,7 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Alias]:
     for name, tensor in tensors.items():
         local = local_tensor(tensor)
         if local.numel():
-            by_storage[local.untyped_storage()._cdata].append((name, tensor))
+            by_storage[storage_key(local)].append((name, tensor))
     found = {}
     for members in by_storage.values():
         if len(members) == 1:  # nearly always, and this runs while training stands still

@@ -7,7 +7,7 @@ in which one still carries it after `init` does not start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,6 +21,7 @@ from etc_agent.integrations.tensors import named_tensors, shard_of
 from etc_agent.integrations.train_state import MODULE, TrainState
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Shard
+from etc_agent.torch_private.tensors import num_writes
 
 _MARKS: Final = {
     1: (torch.uint8, 0x7F), 2: (torch.int16, 0x7FFD), 4: (torch.int32, 0x7FFD7FFD), 8: (torch.int64, 0x7FFD7FFD7FFD7FFD)
@@ -29,11 +30,6 @@ _MARKS: Final = {
 
 _NUM_ELEMENTS_AT_ONCE: Final = 1 << 24
 _NUM_NAMES_SHOWN: Final = 8
-_REMEDY: Final = (
-    'write every parameter and buffer there (build() runs on the meta device, so what __init__ computes is lost), '
-    'or give TrainState(..., init="module") to start from what the constructors compute'
-)
-
 WholeModel = Mapping[str, torch.Tensor]
 """``model.<fqn>`` -> the whole plain tensor, under every name that it has."""
 
@@ -95,15 +91,11 @@ def _is_of_model(name: str) -> bool:
 
 
 def _run_init(state: TrainState) -> int:
-    function: Callable[[TrainState], int | None] | None
-    if isinstance(state.init, tuple):
-        function = state.init[1]
-    else:
-        function = None if isinstance(state.init, str) else state.init
-    if function is None:
+    init = state.init[1] if isinstance(state.init, tuple) else state.init
+    if init is None or isinstance(init, str):
         return 0
     with torch.no_grad():
-        return function(state) or 0
+        return init(state) or 0
 
 
 def _own_part(whole: WholeModel, shard: Shard, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -146,7 +138,7 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _written_by_now(state: TrainState) -> dict[str, _Made]:
     return {
-        name: _Made(shard_of(name, tensor), local_tensor(tensor)._version)
+        name: _Made(shard_of(name, tensor), num_writes(local_tensor(tensor)))
         for name, tensor in named_tensors(state).items()
         if _is_of_model(name)
     }
@@ -176,8 +168,15 @@ def _refuse_unwritten(state: TrainState, before: Mapping[str, _Made]) -> None:
     if len(unwritten) > _NUM_NAMES_SHOWN:
         shown += f" and {len(unwritten) - _NUM_NAMES_SHOWN} more"
     have = "has" if len(unwritten) == 1 else "have"
-    why = "TrainState has no init" if state.init is None else "TrainState.init did not write all of it"
-    raise EtcError(f"{shown} {have} no value at the job's start, since {why}; {_REMEDY}")
+    if state.init is None:
+        why, remedy = "TrainState was given no init", "give it an init function that writes every parameter and buffer"
+    else:
+        why, remedy = "TrainState.init did not write all of it", "write every parameter and buffer there"
+    raise EtcError(
+        f"{shown} {have} no value at the job's start: {why}, and build() runs on the meta device, where what __init__ "
+        f'computes is lost; {remedy}, or give init="module" to start from what the constructors compute, '
+        '("module", init) to run init after that'
+    )
 
 
 def _is_written(tensor: torch.Tensor, made: _Made) -> bool:
@@ -187,7 +186,7 @@ def _is_written(tensor: torch.Tensor, made: _Made) -> bool:
         return True
     bits, mark = _bits(local)
     if bits.element_size() == 1:
-        return local._version != made.version or bool((bits != mark).any())
+        return num_writes(local) != made.version or bool((bits != mark).any())
     if not bits.is_contiguous():
         return not bool((bits == mark).any())
     parts = bits.view(-1).split(_NUM_ELEMENTS_AT_ONCE)

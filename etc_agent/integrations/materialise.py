@@ -14,6 +14,8 @@ from etc_agent.integrations.optimizer_state import as_dtensor
 from etc_agent.integrations.tensors import all_tensors, shard_of
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.layout import Shard
+from etc_agent.torch_private.recurrent import find_weights, forget_weights
+from etc_agent.torch_private.tensors import make_subclass
 
 Provide = Callable[[Shard, torch.Tensor], torch.Tensor]
 """(shard, its meta local tensor) -> a real plain tensor of the same shape and dtype: new, or shared storage."""
@@ -32,6 +34,9 @@ def materialise(state: TrainState, provide: Provide) -> None:
     """
     tensors = all_tensors(state)
     aliases = {name: alias for name, alias in aliases_of(tensors).items() if alias.tensor.device.type == "meta"}
+    recurrent = [module for module in state.model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        forget_weights(module)
     for name, alias in aliases.items():
         # What autograd knows as a view holds on to its owner.
         _replace(name, alias.tensor, local_tensor(alias.tensor))
@@ -42,6 +47,8 @@ def materialise(state: TrainState, provide: Provide) -> None:
             _replace(name, tensor, local.detach())
     for name, alias in aliases.items():
         _replace(name, alias.tensor, view_of_owner(alias, local_tensor(alias.owner)))
+    for module in recurrent:
+        find_weights(module)
     _refuse_meta(state)
 
 
@@ -71,7 +78,7 @@ def _wrapped(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if isinstance(like, DTensor) or type(like) is nn.Parameter:
             tensor = nn.Parameter(tensor, requires_grad=like.requires_grad)
         else:
-            tensor = torch.Tensor._make_subclass(type(like), tensor, like.requires_grad)
+            tensor = make_subclass(type(like), tensor, like.requires_grad)
     for attribute, value in vars(like).items():
         vars(tensor).setdefault(attribute, value)
     return tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,8 @@ from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import local_tensor
 from etc_agent.integrations.tensors import optimizer_parameters
 from etc_agent.integrations.train_state import TrainState
+from etc_agent.torch_private.dtensors import local_part
+from etc_agent.torch_private.optimizers import without_step_hooks
 
 ParamState = dict[str, Any]
 
@@ -121,8 +123,7 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor) -> 
             probe.param_groups[0][option] = False
     if isinstance(group.get("lr"), torch.Tensor):
         probe.param_groups[0]["lr"] = 1e-3
-    probe._optimizer_step_pre_hooks = OrderedDict()
-    probe._optimizer_step_post_hooks = OrderedDict()
+    without_step_hooks(probe)
     # The class's step: a scheduler replaces the instance's own by one that is bound to the real optimizer.
     step: Callable[[Optimizer], Any] = type(optimizer).step
     try:
@@ -146,7 +147,7 @@ def _like_param(value: Any, param: torch.Tensor, on_device: bool) -> Any:
         return value
     if value.dim() == 0 and param.dim() > 0:
         return torch.empty_like(value, device="meta") if on_device else value.clone()
-    if isinstance(param, DTensor) and value.shape == param._local_tensor.shape:
+    if isinstance(param, DTensor) and value.shape == local_part(param).shape:
         return as_dtensor(torch.empty_like(value), param)
     # Of its own: the probe's state serves every parameter of one shape.
     return value.clone()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from etc_agent.errors import EtcError
@@ -16,6 +15,7 @@ from etc_agent.integrations.aliases import aliases_of, local_tensor
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import LogicalTensor, Shard
+from etc_agent.torch_private.dtensors import local_part, local_shape_and_offset
 
 
 def shards_of(state: TrainState) -> dict[Shard, torch.Tensor]:
@@ -87,13 +87,13 @@ def shard_of(name: str, tensor: torch.Tensor) -> Shard:
         return Shard(logical, whole(shape))
     if any(placement.is_partial() for placement in tensor.placements):
         raise EtcError(f"{name} has placements {tensor.placements}; a partial sum is not state, redistribute it first")
-    local_shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(local_shape) != tuple(tensor._local_tensor.shape):
+    local_shape, offset = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if local_shape != tuple(local_part(tensor).shape):
         raise EtcError(
-            f"{name} has the local shape {tuple(tensor._local_tensor.shape)}, but {tensor.placements} of {shape} "
-            f"over a mesh of {tuple(tensor.device_mesh.shape)} give {tuple(local_shape)}; use distribute_tensor"
+            f"{name} has the local shape {tuple(local_part(tensor).shape)}, but {tensor.placements} of {shape} "
+            f"over a mesh of {tuple(tensor.device_mesh.shape)} give {local_shape}; use distribute_tensor"
         )
-    return Shard(logical, Box(tuple(offset), tuple(local_shape)))
+    return Shard(logical, Box(offset, local_shape))
 
 
 def _check_box(name: str, value: torch.Tensor, param: torch.Tensor) -> None:
@@ -103,5 +103,5 @@ def _check_box(name: str, value: torch.Tensor, param: torch.Tensor) -> None:
         if sharded:
             raise EtcError(
                 f"{name} of shape {tuple(value.shape)} belongs to a sharded parameter of local shape "
-                f"{tuple(param._local_tensor.shape)}; only state of the parameter's shape, or scalars, can be moved"
+                f"{tuple(local_part(param).shape)}; only state of the parameter's shape, or scalars, can be moved"
             )

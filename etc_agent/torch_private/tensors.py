@@ -11,6 +11,7 @@ NAMES = (
     "torch.Tensor._make_subclass",
     "torch._foreach_copy_",
     "torch.UntypedStorage._cdata",
+    "torch.Tensor._version",
 )
 
 
@@ -27,3 +28,8 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that two tensors share as long as both are alive and have one storage; also where it is empty."""
     return tensor.untyped_storage()._cdata
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """How often the tensor, or a view of it, was written in place: the counter by which autograd finds stale values."""
+    return tensor._version

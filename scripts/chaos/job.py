@@ -103,7 +103,11 @@ def _slices(box: Any) -> tuple[slice, ...]:
 def _initialise(state: etc.TrainState) -> None:
     """Weights as a function of name and position, whatever the sharding."""
     for shard, local in shards_of(state).items():
-        if shard.tensor.name.startswith("model.") and local.is_floating_point():
+        if not shard.tensor.name.startswith("model."):
+            continue
+        if not local.is_floating_point():
+            local.zero_()
+        else:
             generator = torch.Generator().manual_seed(sum(shard.tensor.name.encode()))
             local.copy_((torch.rand(shard.tensor.shape, generator=generator) - 0.5)[_slices(shard.box)])
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from etc_agent.errors import EtcError
-from etc_agent.integrations.native import TrainState, create_optimizer_state, initialise, materialise
+from etc_agent.integrations.native import TrainState, create_optimizer_state, start_values
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -77,8 +77,7 @@ def test_training_from_initialised_state_equals_training_from_none_bit_for_bit(n
 
     state = on_meta(name)
     state.init = lambda fresh: fresh.model.load_state_dict(weights)
-    materialise(state, lambda shard, meta: torch.full(meta.shape, 123.0, dtype=meta.dtype))
-    initialise(state)
+    start_values(state, torch.device("cpu"), None)
     train(state.model, state.optimizer, 3)
     for (fqn, param), expected in zip(state.model.named_parameters(), real.parameters(), strict=True):
         assert torch.equal(param, expected), fqn

@@ -141,6 +141,8 @@ def initialise(state: etc.TrainState) -> None:
             whole = torch.rand(shard.tensor.shape, generator=generator) - 0.5
             part = tuple(slice(o, o + n) for o, n in zip(shard.box.offset, shard.box.shape, strict=True))
             local.copy_(whole[part])
+        elif shard.tensor.name.endswith("seen"):
+            local.zero_()
 
 
 class Samples:
