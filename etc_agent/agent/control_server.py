@@ -57,14 +57,20 @@ class ControlServer:
     def _read(self, channel: Channel) -> None:
         hello: Hello | None = None
         try:
-            while (message := channel.receive()) is not None:
-                if hello is None:
-                    if not isinstance(message, Hello):
-                        raise ValueError(f"the first control message must be hello, not {message.type}")
+            while True:
+                try:
+                    message = channel.receive()
+                except ValueError as error:
+                    logger.warning("a message on the control socket was left out: %s", error)
+                    continue
+                if message is None:
+                    break
+                if hello is None and isinstance(message, Hello):
                     hello = message
+                if hello is None:
+                    logger.warning("a message on the control socket was left out: %s came before hello", message.type)
+                    continue
                 self._on_message(hello, channel, message)
-        except ValueError as error:
-            logger.warning("a worker's control connection was closed: %s", error)
         finally:
             self._channels.discard(channel)
             channel.close()

@@ -20,14 +20,24 @@ SPARE_GENERATION = 0
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 """Makes a worker that has said hello write all its stacks to standard error. Nothing else is known to use it."""
 MAX_FRAME_BYTES = 256 << 20
+SEND_S = 10
+"""How long the other end may take to read what is sent, in seconds: a stopped worker must not stop its agent."""
 _LENGTH = struct.Struct("!I")
 
 
+class MessageTooLargeError(ValueError):
+    """A control message is larger than the other end would read. Nothing of it was sent."""
+
+
 class Channel:
-    """Messages over one connected Unix stream socket. `send` may be called from any thread; `receive` from one."""
+    """Messages over one connected Unix stream socket. `send` may be called from any thread; `receive` from one.
+
+    A ValueError of either is about one message alone: the next one is sent and received as if it had not been.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self._send_lock = threading.Lock()
 
     @classmethod
@@ -52,13 +62,19 @@ class Channel:
         """Send one message whole.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other end is gone, or has not read for `SEND_S`, which closes the connection.
+            MessageTooLargeError: it is larger than `MAX_FRAME_BYTES`.
         """
         payload = json.dumps(encode(message), separators=(",", ":")).encode()
         if len(payload) > MAX_FRAME_BYTES:
-            raise ValueError(f"control message of {len(payload)} bytes; at most {MAX_FRAME_BYTES} go through")
+            what = f"control message {message.type!r} of {len(payload):,} bytes"
+            raise MessageTooLargeError(f"{what}; at most {MAX_FRAME_BYTES:,} go through")
         with self._send_lock:
-            self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+            try:
+                self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
+            except BlockingIOError:
+                self.close()  # half a message may have gone, and nothing can follow that
+                raise TimeoutError(f"{message.type!r} was not read within {SEND_S} s") from None
 
     def receive(self) -> Message | None:
         """The next message, or None when the other end has closed.
@@ -71,9 +87,11 @@ class Channel:
             return None
         (length,) = _LENGTH.unpack(header)
         if length > MAX_FRAME_BYTES:
-            raise ValueError(f"control frame announces {length} bytes; at most {MAX_FRAME_BYTES} are read")
+            if not self._skip(length):
+                return None
+            raise ValueError(f"it has {length:,} bytes; at most {MAX_FRAME_BYTES:,} are read")
         payload = self._read(length)
-        return None if payload is None else decode(json.loads(payload))
+        return None if payload is None else decode(_json(payload))
 
     def close(self) -> None:
         try:
@@ -81,6 +99,15 @@ class Channel:
         except OSError:
             pass
         self._socket.close()
+
+    def _skip(self, count: int) -> bool:
+        """Read `count` bytes and keep none; whether they came."""
+        while count > 0:
+            part = self._read(min(count, 1 << 20))
+            if part is None:
+                return False
+            count -= len(part)
+        return True
 
     def _read(self, count: int) -> bytes | None:
         parts = bytearray()
@@ -93,6 +120,13 @@ class Channel:
                 return None
             parts += part
         return bytes(parts)
+
+
+def _json(payload: bytes) -> object:
+    try:
+        return json.loads(payload)
+    except RecursionError:
+        raise ValueError("a control message is nested too deeply") from None
 
 
 def same_user(channel: Channel) -> bool:

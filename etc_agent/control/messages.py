@@ -1,13 +1,19 @@
 """What an agent and its workers say to each other over the control socket.
 
 One JSON object per message, its type under ``"type"``. Every message is a frozen dataclass here; fields are JSON
-values, so that nothing needs pickle.
+values, so that nothing needs pickle. `decode` checks the type of every field, so that whoever handles a message need
+not.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+import math
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+from etc_agent.control.causes import ErrorKind
 
 # ---- worker -> agent ----------------------------------------------------------------------------------------------
 
@@ -29,12 +35,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Answer to Describe. `layout`: of `etc_agent.state.encoding`; None where the model refuses: `error` says why."""
+    """Answer to Describe. `layout`: of `etc_agent.state.encoding`; None where there is none: `error` says why, and only
+    of kind `MODEL` does it say so for ever."""
 
     type: ClassVar[str] = "described"
     config: str
     layout: dict[str, Any] | None
     error: str = ""
+    kind: ErrorKind = ErrorKind.RAISED
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +60,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """This worker cannot take part in `generation`: training goes on in the present one, or, where the job was to start
-    in it, another config is tried."""
+    """This worker cannot take part in `generation`: training goes on in the present one. Where the job was to start in
+    it, the model refuses its config, and this worker answers Describe until it is stopped."""
 
     type: ClassVar[str] = "refused"
     generation: int
     error: str
+    kind: ErrorKind = ErrorKind.RAISED
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +141,11 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """User code raised in this worker: the job's failure, not a lost member. The process is about to exit."""
+    """An error is about to end this process. `kind`: whether it is this worker's own."""
 
     type: ClassVar[str] = "raised"
     error: str
+    kind: ErrorKind = ErrorKind.RAISED
 
 
 # ---- agent -> worker ----------------------------------------------------------------------------------------------
@@ -228,17 +238,56 @@ def encode(message: Message) -> dict[str, Any]:
     return {"type": message.type, **asdict(message)}
 
 
-def decode(value: dict[str, Any]) -> Message:
-    """The message in a JSON object.
+def decode(value: object) -> Message:
+    """The message in a JSON value.
 
     Raises:
-        ValueError: the type is unknown or the fields are not that type's.
+        ValueError: it is no object, the type is unknown, or the fields are not that type's.
     """
-    fields = dict(value)
-    kind = fields.pop("type", None)
-    if kind not in _TYPES:
-        raise ValueError(f"unknown control message {kind!r}")
+    if not isinstance(value, dict):
+        raise ValueError(f"a control message is a JSON object, not {str(value)[:80]!r}")
+    given = dict(value)
+    name = given.pop("type", None)
+    if not isinstance(name, str) or name not in _TYPES:
+        raise ValueError(f"unknown control message {str(name)[:80]!r}")
+    for key, kind in _FIELDS[name].items():
+        if key in given:
+            given[key] = _checked(f"{name}.{key}", given[key], kind)
     try:
-        return _TYPES[kind](**fields)
+        return _TYPES[name](**given)
     except TypeError as error:
-        raise ValueError(f"malformed control message {kind!r}: {error}") from None
+        raise ValueError(f"malformed control message {name!r}: {str(error)[:200]}") from None
+
+
+def _field_types(message: type[Message]) -> dict[str, Any]:
+    hints = get_type_hints(message)
+    return {each.name: hints[each.name] for each in fields(message)}
+
+
+_FIELDS = {name: _field_types(message) for name, message in _TYPES.items()}
+_INTEGERS = range(-(1 << 63), 1 << 63)
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, StrEnum) and value in list(kind):
+        return kind(value)
+    if not _fits(value, kind):
+        raise ValueError(f"malformed control message: {name} is {str(value)[:80]!r}")
+    return value
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of the type that a field of a message is declared with."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(item, get_args(kind)[1]) for item in value.values())
+    if kind is Any:
+        return True
+    if kind in (None, NoneType):
+        return value is None
+    if kind is float and type(value) is float:
+        return math.isfinite(value)
+    if kind in (int, float):
+        return type(value) is int and value in _INTEGERS
+    return kind in (str, bool) and type(value) is kind

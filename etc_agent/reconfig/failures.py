@@ -101,7 +101,7 @@ def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
         return _EVIDENCE_S
     if num_nodes > 1:
         return policy.lost_s
-    return policy.blame_s if kind is FailureKind.PEER_LOST else 0.0
+    return policy.blame_s if kind in (FailureKind.UNCLEAR, FailureKind.PEER_LOST) else 0.0
 
 
 def _after(view: View, failure: Failure, acks: list[Ack]) -> Verdict:

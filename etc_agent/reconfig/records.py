@@ -76,14 +76,16 @@ class NodeRecord(_Json):
 class FailureKind(StrEnum):
     """Why a worker ended, or hangs, the likeliest cause of the others first. `RAISED`: it ended by itself. `KILLED`: by
     a signal. `UNRESPONSIVE`: it hangs and does not answer. `HUNG`: it hangs, and not in a collective. `SILENT`: it
-    ended with an exit code and not a word. `PEER_LOST`: because a peer went away, which has a cause of its own.
-    `WAITING`: it hangs in a collective, which has a cause too."""
+    ended with an exit code and not a word. `UNCLEAR`: by an error that may also come of a lost peer. `PEER_LOST`:
+    because a peer went away, which has a cause of its own. `WAITING`: it hangs in a collective, which has a cause too.
+    """
 
     RAISED = "raised"
     KILLED = "killed"
     UNRESPONSIVE = "unresponsive"
     HUNG = "hung"
     SILENT = "silent"
+    UNCLEAR = "unclear"
     PEER_LOST = "peer_lost"
     WAITING = "waiting"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from etc_agent.errors import ConfigRefusedError
 from etc_agent.parallel.config import Coordinate, ParallelConfig
 
 
@@ -39,11 +40,11 @@ def check_global_batch(global_batch: int, config: ParallelConfig) -> None:
     """Check that every dp rank gets the same number of samples.
 
     Raises:
-        ValueError: dp does not divide the global batch.
+        ConfigRefusedError: dp does not divide the global batch.
     """
     if global_batch % config.dp:
         fitting = [str(dp) for dp in range(1, global_batch + 1) if global_batch % dp == 0]
-        raise ValueError(
+        raise ConfigRefusedError(
             f"{config}: a global batch of {global_batch} cannot be divided over dp={config.dp}; "
             f"choose dp from {', '.join(fitting)}"
         )

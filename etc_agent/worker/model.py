@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from etc_agent.errors import EtcError
+from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.integrations.native import TrainState, create_optimizer_state, shards_of
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.encoding import encode_layout
+from etc_agent.state.layout import Shard
 from etc_agent.worker.change.user_state import rules_of
 from etc_agent.worker.context import ParallelContext, check_global_batch
 from etc_agent.worker.world.build import build_fake
@@ -24,13 +25,16 @@ def build_on_meta(build: Build, world: World, device: torch.device, generation: 
     """This rank's part of the model and optimizer in `world`, optimizer state included, without storage.
 
     Raises:
-        ValueError: the model refuses the config.
+        ConfigRefusedError: the model refuses the config: `build` raises ValueError.
         EtcError: `build` did not return a TrainState, or one of its extras has an unknown rule.
     """
     check_global_batch(global_batch, world.config)
     context = ParallelContext(world.config, world.mesh, world.rank, device, generation, global_batch)
     with entered(world), torch.device("meta"):
-        state = build(context)
+        try:
+            state = build(context)
+        except ValueError as error:
+            raise ConfigRefusedError(one_line(error)) from error
     if not isinstance(state, TrainState):
         raise EtcError(f"build() returned a {type(state).__name__}; it must return an etc_agent.TrainState")
     rules_of(state)
@@ -45,13 +49,22 @@ def describe(
     """The layout that the model would have under `config`, encoded; derived rank by rank without peers or storage.
 
     Raises:
-        ValueError: the model refuses the config.
+        ConfigRefusedError: the model refuses the config.
     """
     check_global_batch(global_batch, config)
-    layout = []
-    for rank in range(config.num_ranks):
-        with contextlib.closing(build_fake(rank, config, device)) as world:
-            state = build_on_meta(build, world, device, generation, global_batch)
-            with entered(world):
-                layout.append(tuple(shards_of(state)))
-    return encode_layout(tuple(layout))
+    try:
+        layout = tuple(
+            _described(build, rank, config, device, generation, global_batch) for rank in range(config.num_ranks)
+        )
+    except EtcError as error:  # nothing here waits or needs memory: it would be the same the next time
+        raise ConfigRefusedError(one_line(error)) from error
+    return encode_layout(layout)
+
+
+def _described(
+    build: Build, rank: int, config: ParallelConfig, device: torch.device, generation: int, global_batch: int
+) -> tuple[Shard, ...]:
+    with contextlib.closing(build_fake(rank, config, device)) as world:
+        state = build_on_meta(build, world, device, generation, global_batch)
+        with entered(world):
+            return tuple(shards_of(state))

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import default_collate
 
+from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import FirstStep, Position, Progress, Raised, Refused, Switched
-from etc_agent.errors import EtcError
+from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.integrations.native import TrainState
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.conversation import Reconfiguration
-from etc_agent.worker.change.prepare import PreparedGeneration, one_line
+from etc_agent.worker.change.prepare import PreparedGeneration
 from etc_agent.worker.change.retire import Retired, retire, spare_the_collector
-from etc_agent.worker.change.switch import Switch, SwitchError, switch, write_switch_trace
+from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
 from etc_agent.worker.context import ParallelContext, local_sample_ids
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
@@ -153,11 +154,11 @@ class Session:
         if not environment.is_joining:
             try:
                 self._live, self._step = start_fresh(environment, self._config, self._build, self._settings)
-            except ValueError as error:
-                # The model refuses this config; the agent may know of another.
+            except ConfigRefusedError as error:
+                # The agent may know of another config.
                 if self._reconfiguration is not None:
                     self._reconfiguration.introduce()
-                    self._reconfiguration.report(Refused(environment.generation, one_line(error)))
+                    self._reconfiguration.report(Refused(environment.generation, one_line(error), ErrorKind.MODEL))
                 raise
             self._at(Position.BETWEEN)
         if self._reconfiguration is not None:
@@ -169,9 +170,9 @@ class Session:
 
     def _close(self, error: BaseException | None) -> None:
         if self._reconfiguration is not None:
-            if error is not None and _is_of_user_code(error):
+            if error is not None and _is_failure(error):
                 self._reconfiguration.introduce()
-                self._reconfiguration.report(Raised(one_line(error)))
+                self._reconfiguration.report(Raised(one_line(error), kind_of(error)))
             self._reconfiguration.close()
         live, self._live = self._live, None
         if live is not None:
@@ -273,7 +274,7 @@ class Session:
         self._at(Position.SWITCH)
         outcome = switch(prepared, self._live, self._step, self._settings)
         if not outcome.is_committed:
-            self._stay(prepared, outcome.error)
+            self._stay(prepared, outcome)
             return
         if self._live is not None:
             outcome.start = self._step_end
@@ -294,24 +295,23 @@ class Session:
         self._switched = outcome
         self._at(Position.BETWEEN)
 
-    def _stay(self, prepared: PreparedGeneration, error: str) -> None:
+    def _stay(self, prepared: PreparedGeneration, outcome: Switch) -> None:
         """The migration's vote failed: the previous generation goes on as if nothing had been."""
         assert self._reconfiguration is not None
         generation = prepared.generation.id
-        self._reconfiguration.report(Refused(generation, error or "the migration failed on another worker"))
+        error = outcome.error or "the migration failed on another worker"
+        self._reconfiguration.report(Refused(generation, error, outcome.kind))
         prepared.close()
         if self._live is None:
             raise SystemExit(0)
         _log.error("generation %d was not entered; training goes on in generation %d", generation, self.generation)
 
 
-def _is_of_user_code(error: BaseException) -> bool:
-    """Whether `error` is the job's own failure, not a request to stop or a lost peer (which others report)."""
+def _is_failure(error: BaseException) -> bool:
+    """Whether a process that ends by `error` has failed, and was not only told to stop."""
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
-    if not isinstance(error, Exception) or isinstance(error, dist.DistError | SwitchError):
-        return False
-    return not (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    return isinstance(error, Exception)
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

@@ -32,7 +32,7 @@ def start_fresh(
     Returns it and the index of its first step.
 
     Raises:
-        ValueError: the model refuses `config`.
+        ConfigRefusedError: the model refuses `config`.
         EtcError: the config is of another size than the job, the store does not answer, a tensor has no initial value,
             or the ranks' `init` name different steps to begin with.
     """

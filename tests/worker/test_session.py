@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from mini_agent import NODE, MiniAgent, run_script
 
+from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import Armed, Prepare, Prepared, Raised, Refused
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
@@ -142,7 +143,7 @@ def test_describing_a_config_gives_its_layout_or_the_models_own_reason(tmp_path:
         names = {name for name, *_ in described.layout["tensors"]}
         assert {"model.layers.0.up.weight", "optimizer.layers.4.down.bias.exp_avg"} <= names
         refused = agent.describe(slot(0), "TP5")
-        assert refused.layout is None
+        assert (refused.layout, refused.kind) == (None, ErrorKind.MODEL)
         assert refused.error == "PP1TP5DP1: 12 hidden units cannot be divided over tp=5"
         uneven = agent.describe(slot(1), "DP5")
         assert uneven.error.startswith("PP1TP1DP5: a global batch of 12 cannot be divided over dp=5; choose dp from 1")
@@ -155,6 +156,7 @@ def test_a_refused_generation_is_refused_by_everyone_and_training_goes_on(tmp_pa
         for each in everyone:
             refused = agent.hear(each, Refused, generation=generation.id)
             assert "12 hidden units cannot be divided over tp=5" in refused.error
+            assert refused.kind is ErrorKind.MODEL
         agent.withdraw(generation, everyone)
         agent.change("TP2")
         agent.first_steps()
@@ -212,10 +214,10 @@ def test_a_migration_that_fails_on_one_worker_is_voted_down_and_everyone_stays(t
         for each in everyone:
             agent.hear(each, Prepared, generation=generation.id)
             agent.send(each, Armed(generation.id))
-        reasons = {agent.hear(each, Refused, generation=generation.id).error for each in everyone}
-        assert reasons == {
-            "build() must make a scheduler in every generation and on every rank, or in none",
-            "the migration failed on another worker",
+        refusals = [agent.hear(each, Refused, generation=generation.id) for each in everyone]
+        assert {(refused.error, refused.kind) for refused in refusals} == {
+            ("build() must make a scheduler in every generation and on every rank, or in none", ErrorKind.RAISED),
+            ("the migration failed on another worker", ErrorKind.PEER_LOST),
         }
         agent.change("DP2")
         agent.first_steps()
@@ -226,11 +228,22 @@ def test_an_exception_in_user_code_is_told_to_the_agent_and_surfaces_with_its_tr
     with MiniAgent(tmp_path, fault={"raise_at": 3, "timeout_s": 10.0}) as agent:
         agent.start("PP1")
         raised = agent.hear(slot(0), Raised)
-        assert raised.error == "KeyError: 'a bug in user code'"
+        assert (raised.error, raised.kind) == ("KeyError: 'a bug in user code'", ErrorKind.RAISED)
         assert agent.finish() == {slot(0): 1}
         logs = agent.logs()
         assert "KeyError: 'a bug in user code'" in logs
         assert 'raise KeyError("a bug in user code")' in logs
+
+
+def test_an_error_that_speaks_of_a_connection_is_the_scripts_own_and_the_peers_say_that_they_lost_one(
+    tmp_path: Path,
+) -> None:
+    with MiniAgent(tmp_path, fault={"raise_at": 3, "raises": "reset"}) as agent:
+        agent.start("DP2")
+        raised = agent.hear(slot(0), Raised)
+        assert (raised.error, raised.kind) == ("ConnectionResetError: connection reset by peer", ErrorKind.RAISED)
+        assert agent.hear(slot(1), Raised).kind is ErrorKind.PEER_LOST
+        assert agent.finish() == {slot(0): 1, slot(1): 1}
 
 
 def test_the_same_script_runs_at_a_fixed_size_under_plain_torchrun(tmp_path: Path) -> None:

@@ -212,6 +212,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
             with step:
                 loss = train(session.state, session.parallel, session.batch(data))
                 if fault.get("raise_at") == step.index and session.parallel.rank == 0:
+                    if fault.get("raises") == "reset":
+                        raise ConnectionResetError("connection reset by peer")
                     raise KeyError("a bug in user code")
                 if fault.get("hang_at") == step.index and session.parallel.rank == 1:
                     time.sleep(600)

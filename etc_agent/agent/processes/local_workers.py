@@ -11,7 +11,7 @@ from pathlib import Path
 
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
-from etc_agent.control.channel import Channel
+from etc_agent.control.channel import Channel, MessageTooLargeError
 from etc_agent.control.messages import (
     Described,
     FirstStep,
@@ -72,7 +72,7 @@ class LocalWorker:
     def _failure(self) -> Failure | None:
         if self.exit_code is None:
             return self.hang
-        return self.process.failure(str(self.slot), in_session=self.in_session)
+        return self.process.failure(str(self.slot))
 
     def send(self, message: Message) -> None:
         """Send, if it listens; one that is gone shows by other means."""
@@ -81,6 +81,8 @@ class LocalWorker:
                 self.channel.send(message)
             except OSError:
                 logger.debug("worker %s is gone; %s was not delivered", self.slot, message.type)
+            except MessageTooLargeError as error:
+                logger.error("worker %s cannot be told: %s", self.slot, error)
 
     def view(self) -> WorkerView:
         return WorkerView(
@@ -203,7 +205,7 @@ class LocalWorkers:
             case Heartbeat(count):
                 worker.heartbeats = count
             case Raised():
-                worker.process.raised = message.error
+                worker.process.raised = message
             case _:
                 logger.warning("worker %s sent %s, which only an agent sends", worker.slot, message.type)
         return None

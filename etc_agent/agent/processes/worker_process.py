@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -17,14 +16,17 @@ from torch.distributed.elastic.utils import macros
 
 from etc_agent.agent.processes.numa import bound
 from etc_agent.agent.processes.torch_events import TorchEvents
-from etc_agent.errors import EtcError
+from etc_agent.control.causes import ErrorKind, kind_in_text
+from etc_agent.control.messages import Raised
+from etc_agent.errors import EtcError, shortened
 from etc_agent.reconfig.records import Failure, FailureKind
 
-_PEER_LOST = re.compile(
-    r"connection (closed|reset|refused)|closed by peer|reset by peer|broken pipe|connect timeout|timed out waiting"
-    r"|gloo|nccl|socket|DistBackendError|DistNetworkError|DistStoreError",
-    re.IGNORECASE,
-)
+_FAILURES = {
+    ErrorKind.MODEL: FailureKind.RAISED,
+    ErrorKind.RAISED: FailureKind.RAISED,
+    ErrorKind.UNCLEAR: FailureKind.UNCLEAR,
+    ErrorKind.PEER_LOST: FailureKind.PEER_LOST,
+}
 
 
 class WorkerProcess:
@@ -37,7 +39,7 @@ class WorkerProcess:
         self.pid: int = context.pids()[0]
         self.exit_code: int | None = None
         self._killed_by = 0
-        self.raised = ""
+        self.raised: Raised | None = None
         self._term_at: float | None = None
         self._kill_at = float("inf")
         self._stop_signal: int = signal.SIGTERM
@@ -134,41 +136,42 @@ class WorkerProcess:
         """Kill whatever is left of its process group."""
         self._signal(signal.SIGKILL)
 
-    def failure(self, slot: str, *, in_session: bool) -> Failure | None:
-        """Why it ended, or None where it runs, ended well or was told to. `in_session`: it says what it raises, unless
-        that came from a lost peer."""
+    def failure(self, slot: str) -> Failure | None:
+        """Why it ended, or None where it runs, ended well or was told to."""
         if not self.exit_code or self.is_stopping:
             return None
         if self._killed_by and not self.raised:
             name = _signal_name(self._killed_by)
             return Failure(slot, FailureKind.KILLED, self.exit_code, f"pid {self.pid} was killed by {name}")
-        error = self.raised or self._recorded_error()
-        if not error:
+        raised = self.raised or _recorded(self._error_file)
+        if raised is None:
             ended = f"pid {self.pid} ended with exit code {self.exit_code}"
-            kind = FailureKind.PEER_LOST if in_session else FailureKind.SILENT
-            return Failure(slot, kind, self.exit_code, ended)
-        kind = FailureKind.PEER_LOST if _PEER_LOST.search(error) else FailureKind.RAISED
-        return Failure(slot, kind, self.exit_code, error)
+            return Failure(slot, FailureKind.SILENT, self.exit_code, ended)
+        return Failure(slot, _FAILURES[raised.kind], self.exit_code, shortened(raised.error))
 
     @property
     def error_file(self) -> Path | None:
         """What torchelastic's @record has written, if it has, once the process has ended."""
         return Path(self._error_file) if self._error_file and os.path.isfile(self._error_file) else None
 
-    def _recorded_error(self) -> str:
-        """The message that torchelastic's @record left, if any."""
-        try:
-            message = json.loads(Path(self._error_file).read_text())["message"]
-        except (OSError, ValueError, KeyError):
-            return ""
-        text = message.get("message", "") if isinstance(message, dict) else str(message)
-        return text.strip().splitlines()[0] if text.strip() else ""
-
     def _signal(self, number: int) -> None:
         try:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
             pass
+
+
+def _recorded(file: str) -> Raised | None:
+    """What torchelastic's @record has left in an error file, if it has. Whatever else is there is taken for nothing."""
+    try:
+        message = json.loads(Path(file).read_text(errors="replace"))["message"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    details = message if isinstance(message, dict) else {"message": message}
+    lines = str(details.get("message", "")).strip().splitlines()
+    extra = details.get("extraInfo")
+    callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+    return Raised(lines[0], kind_in_text(callstack)) if lines else None
 
 
 def _signal_name(number: int) -> str:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from etc_agent.control.channel import Channel
+from etc_agent.control.causes import kind_of
+from etc_agent.control.channel import Channel, MessageTooLargeError
 from etc_agent.control.messages import (
     Armed,
     Committed,
@@ -30,11 +31,11 @@ from etc_agent.control.messages import (
     WhereAreYou,
     Withdrawn,
 )
-from etc_agent.errors import EtcError
+from etc_agent.errors import EtcError, one_line
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.worker.change.prepare import PreparedGeneration, one_line, prepare
+from etc_agent.worker.change.prepare import PreparedGeneration, prepare
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, describe
 from etc_agent.worker.process.position import Whereabouts, dump_stacks
@@ -103,6 +104,10 @@ class Reconfiguration:
             self._channel.send(message)
         except OSError as error:
             _log.info("the agent does not hear %s: %s", message.type, error)
+        except MessageTooLargeError as error:
+            _log.error("the agent cannot be told: %s", error)
+            if isinstance(message, Described):
+                self.report(Described(message.config, None, f"{message.config}: its layout is a {error}"))
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
@@ -160,7 +165,10 @@ class Reconfiguration:
                 continue
             if message is None:
                 break
-            self._handle(message)
+            try:
+                self._handle(message)
+            except (ValueError, LookupError, TypeError) as error:
+                _log.error("the agent's message %s cannot be used: %s", message.type, one_line(error))
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -232,7 +240,7 @@ class Reconfiguration:
                     self._settings.global_batch,
                 )
             except Exception as error:
-                self.report(Described(request.config, None, one_line(error)))
+                self.report(Described(request.config, None, one_line(error), kind_of(error)))
             else:
                 self.report(Described(request.config, layout))
 
@@ -246,7 +254,7 @@ class Reconfiguration:
             prepared = prepare(generation, previous, slot, self._build, live, self._settings)
         except Exception as error:
             _log.info("generation %d is refused: %s", generation.id, one_line(error), exc_info=True)
-            self.report(Refused(generation.id, one_line(error)))
+            self.report(Refused(generation.id, one_line(error), kind_of(error)))
             return
         with self._changed:
             is_wanted = self._wanted == generation.id and generation.id not in self._withdrawn and not self._is_closed

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from etc_agent.errors import EtcError
+from etc_agent.control.causes import ErrorKind, kind_of
+from etc_agent.errors import RelayedError, one_line
 from etc_agent.integrations.native import TrainState, held_shards, materialise, shards_of
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.memory.shared import shared_memory_for
@@ -105,13 +106,13 @@ def prepare(
             if world is not None:
                 undo.callback(world.close)
         with _phase(phases_ms, "build"):
-            state, refusal = None, ""
+            state, refusal = None, None
             if world is not None:
                 try:
                     state = build_on_meta(script, world, device, generation.id, settings.global_batch)
                 except Exception as error:
                     # Told to the others with the manifests, so that nobody waits for this worker.
-                    refusal = one_line(error)
+                    refusal = (kind_of(error), one_line(error))
             sources, old_stream = _old_shards(live, crew, generation, previous, device)
             manifest, new_stream = _new_manifest(state, world, crew, generation, previous, device)
         with _phase(phases_ms, "manifests"):
@@ -167,14 +168,6 @@ def prepare(
         generation, previous, slot, crew, group, plan, plan.moved_bytes, choice, migration, following,
         {shard.tensor.name: shard for shard in sources}, old_stream, new_stream, phases_ms,
     )
-
-
-def one_line(error: BaseException) -> str:
-    """An error as one line for people: the type is named where the message alone may not speak for itself."""
-    text = " ".join(str(error).split())
-    if isinstance(error, EtcError | ValueError) and text:
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager
@@ -242,14 +235,19 @@ def _wish(settings: Settings, crew: Crew) -> Wish:
     return Wish(settings.migration, settings.budget_bytes, free_bytes(settings.device) // sharing)
 
 
-def _say(old: tuple[Shard, ...], new: tuple[Shard, ...], refusal: str, wish: Wish) -> dict[str, Any]:
+def _say(
+    old: tuple[Shard, ...], new: tuple[Shard, ...], refusal: tuple[ErrorKind, str] | None, wish: Wish
+) -> dict[str, Any]:
     return {"old": encode_manifest(old), "new": encode_manifest(new), "refusal": refusal, "wish": asdict(wish)}
 
 
 def _refuse_if_any(rows: list[dict[str, Any]]) -> None:
-    refusals = [row["refusal"] for row in rows if row["refusal"]]
+    """Raises RelayedError where a worker refuses: of several, what the others most likely follow from."""
+    kinds = list(ErrorKind)
+    refusals = [row["refusal"] for row in rows if row["refusal"] is not None]
     if refusals:
-        raise EtcError(refusals[0])
+        kind, error = min(refusals, key=lambda refusal: kinds.index(refusal[0]))
+        raise RelayedError(error, kind)
 
 
 def _materialised(

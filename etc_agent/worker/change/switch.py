@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.control.environment import generation_variables
-from etc_agent.errors import EtcError
+from etc_agent.errors import EtcError, PeerLostError
 from etc_agent.integrations.aliases import local_tensor
 from etc_agent.integrations.native import held_shards, host_state, load_host_state, rng_state, set_rng_state, shards_of
 from etc_agent.integrations.tensors import all_tensors, shard_of
@@ -48,7 +49,7 @@ _log = logging.getLogger(__name__)
 _DONE_TAG = 1
 
 
-class SwitchError(EtcError):
+class SwitchError(PeerLostError):
     """A worker was lost while the job changed. Whether the others switched is not known here."""
 
 
@@ -58,7 +59,8 @@ class Switch:
 
     `start`: when this worker knew the switch had begun (`time.perf_counter`); `step`: the first of the new generation.
     `farewells`: sends to the workers that leave, to be waited for before the group goes. `error`: why this worker
-    voted against, "" where it did not. `spans`: the phases and, inside them, those of the migration.
+    voted against, "" where it did not; `kind`: of that error, or of the others that there must be. `spans`: the phases
+    and, inside them, those of the migration.
     """
 
     is_committed: bool
@@ -70,6 +72,7 @@ class Switch:
     referred_bytes: int = 0
     farewells: list[dist.Work] = field(default_factory=list)
     error: str = ""
+    kind: ErrorKind = ErrorKind.PEER_LOST
     spans: list[Span] = field(default_factory=list)
     timeline: tuple[MemoryPoint, ...] = ()
 
@@ -190,6 +193,7 @@ def _share_host_state(prepared: PreparedGeneration, live: LiveGeneration | None,
             own = gather_json(prepared.group, said)[: prepared.previous.config.num_ranks]
     outcome.error = next((said["error"] for said in (value, *own) if said["error"]), "")
     if outcome.error:
+        outcome.kind = ErrorKind.RAISED
         _log.error("generation %d: the state cannot be shared: %s", prepared.generation.id, outcome.error)
     return _HostState(value["state"], [said["state"] for said in own], outcome.error)
 
@@ -230,7 +234,7 @@ def _migrate(prepared: PreparedGeneration, host: _HostState, outcome: Switch) ->
 
 
 def _failed(prepared: PreparedGeneration, outcome: Switch, error: Exception) -> bool:
-    outcome.error = one_line(error)
+    outcome.error, outcome.kind = one_line(error), kind_of(error)
     _log.error("generation %d: migration failed: %s", prepared.generation.id, outcome.error, exc_info=True)
     return False
 

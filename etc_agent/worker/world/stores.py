@@ -10,7 +10,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from etc_agent.errors import EtcError
+from etc_agent.errors import PeerLostError
 
 
 def raw_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
@@ -25,11 +25,11 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
     """A client of its own of the TCPStore at ``host:port``.
 
     Raises:
-        EtcError: nobody answers there.
+        PeerLostError: nobody answers there.
     """
     host, _, port = address.rpartition(":")
     try:
         return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
     except (dist.DistError, RuntimeError, ValueError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise EtcError(f"the store at {address} does not answer within {timeout_s:g} s: {first}") from None
+        raise PeerLostError(f"the store at {address} does not answer within {timeout_s:g} s: {first}") from None
