@@ -19,9 +19,9 @@ from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.integrations.native import TrainState
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker.change.conversation import Reconfiguration
+from etc_agent.worker.change.conversation import Conversation
 from etc_agent.worker.change.prepare import PreparedGeneration
-from etc_agent.worker.change.retire import Retired, retire, spare_the_collector
+from etc_agent.worker.change.retire import Retired, Retirements, spare_the_collector
 from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
 from etc_agent.worker.context import ParallelContext, local_sample_ids
 from etc_agent.worker.live import LiveGeneration
@@ -51,13 +51,14 @@ class Session:
         self._environment = environment
         self._config = parallel or environment.parallel or ParallelConfig(dp=environment.world_size)
         self._live: LiveGeneration | None = None
-        self._reconfiguration: Reconfiguration | None = None
+        self._conversation: Conversation | None = None
         self._step = 0
         self._num_steps = 0
         self._pending = 0
         self._is_held = False
         self._switched: Switch | None = None
         self._retired: Retired | None = None
+        self._retirements = Retirements()
         self._sample_ids: Sequence[int] = ()
         self._whereabouts = Whereabouts()
         self._step_start = self._step_end = time.perf_counter()
@@ -141,39 +142,39 @@ class Session:
             channel = Channel.connect(environment.socket)
         except OSError as error:
             raise EtcError(f"the agent's control socket {environment.socket} does not answer: {error}") from None
-        self._reconfiguration = Reconfiguration(
-            channel, environment.slot, environment.generation, self._build, self._settings, lambda: self._live,
-            self._whereabouts,
+        self._conversation = Conversation(
+            channel, environment.slot, environment.generation, self._build, self._settings, self._in_force,
+            self._whereabouts, self._retirements,
         )
         dump_stacks_on_signal()
 
     def _open(self) -> None:
         environment = self._environment
-        if self._reconfiguration is not None:
+        if self._conversation is not None:
             spare_the_collector()
         if not environment.is_joining:
             try:
                 self._live, self._step = start_fresh(environment, self._config, self._build, self._settings)
             except ConfigRefusedError as error:
                 # The agent may know of another config.
-                if self._reconfiguration is not None:
-                    self._reconfiguration.introduce()
-                    self._reconfiguration.report(Refused(environment.generation, one_line(error), ErrorKind.MODEL))
+                if self._conversation is not None:
+                    self._conversation.introduce()
+                    self._conversation.report(Refused(environment.generation, one_line(error), ErrorKind.MODEL))
                 raise
             self._at(Position.BETWEEN)
-        if self._reconfiguration is not None:
-            self._reconfiguration.start()
+        if self._conversation is not None:
+            self._conversation.start()
             if environment.is_joining:
-                prepared = self._reconfiguration.await_armed(self._settings.timeout_s)
+                prepared = self._conversation.await_armed(self._settings.timeout_s)
                 self._switch_to(prepared)
-                self._reconfiguration.entered()
+                self._conversation.entered()
 
     def _close(self, error: BaseException | None) -> None:
-        if self._reconfiguration is not None:
+        if self._conversation is not None:
             if error is not None and _is_failure(error):
-                self._reconfiguration.introduce()
-                self._reconfiguration.report(Raised(one_line(error), kind_of(error)))
-            self._reconfiguration.close()
+                self._conversation.introduce()
+                self._conversation.report(Raised(one_line(error), kind_of(error)))
+            self._conversation.close()
         live, self._live = self._live, None
         if live is not None:
             if error is None:
@@ -208,32 +209,37 @@ class Session:
         live = self._now()
         if live.vote is None:
             return ok
-        assert self._reconfiguration is not None
+        assert self._conversation is not None
         self._at(Position.VOTE)
-        result = live.vote.cast(Ballot(ok, self._reconfiguration.armed()))
+        result = live.vote.cast(Ballot(ok, self._conversation.armed()))
         if result.armed:
             self._pending = result.armed
         else:
-            self._reconfiguration.drop_withdrawn()
+            self._conversation.drop_withdrawn()
         return result.ok
 
     def _at(self, phase: str) -> None:
-        self._whereabouts.enter(self._live.id if self._live else 0, self._step, phase)
+        self._whereabouts.enter(self._in_force(), self._step, phase)
+
+    def _in_force(self) -> int:
+        """The number of the generation in force, 0 before the first."""
+        live = self._live
+        return live.id if live is not None else 0
 
     def _report_progress(self) -> None:
-        if self._reconfiguration is None or self._step_end - self._last_progress < _PROGRESS_INTERVAL_S:
+        if self._conversation is None or self._step_end - self._last_progress < _PROGRESS_INTERVAL_S:
             return
         self._last_progress = self._step_end
-        self._reconfiguration.report(
+        self._conversation.report(
             Progress(self.generation, self._step, self._num_steps, self._step_end - self._step_start)
         )
 
     def _end_first_step(self) -> None:
         """The first step after a switch is over: say how long it all took, and let the old generation go."""
         assert self._switched is not None
-        assert self._reconfiguration is not None
+        assert self._conversation is not None
         stop_ms = (self._step_end - self._switched.start) * 1e3
-        self._reconfiguration.report(FirstStep(self.generation, self._step - 1, stop_ms))
+        self._conversation.report(FirstStep(self.generation, self._step - 1, stop_ms))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -241,12 +247,14 @@ class Session:
         self._switched = None
         retired, self._retired = self._retired, None
         assert retired is not None
-        retire(retired)
+        self._retirements.retire(retired)
 
     # -- a change --------------------------------------------------------------------------------------------------
 
     def _safe_point(self) -> None:
         self._enter_pending()
+        if self._conversation is not None:
+            self._conversation.at_safe_point(self.state)
         while self._is_held and self._step < self._num_steps:
             self._hold()
             self._enter_pending()
@@ -254,9 +262,9 @@ class Session:
     def _enter_pending(self) -> None:
         if not self._pending:
             return
-        assert self._reconfiguration is not None
+        assert self._conversation is not None
         generation, self._pending = self._pending, 0
-        self._switch_to(self._reconfiguration.take(generation))
+        self._switch_to(self._conversation.take(generation))
 
     def _hold(self) -> None:
         """Too few nodes are left to train: stay here, and vote now and then for what may come instead of a step."""
@@ -264,13 +272,15 @@ class Session:
             _log.warning("too few nodes are left; step %d waits, and the state stays in memory", self._step)
             self._let_go()
         time.sleep(_HOLD_S)
+        assert self._conversation is not None
+        self._conversation.at_safe_point(self.state)
         self._vote(ok=True)
         self._at(Position.BETWEEN)
         self._step_start = self._step_end = time.perf_counter()
         self._report_progress()
 
     def _switch_to(self, prepared: PreparedGeneration) -> None:
-        assert self._reconfiguration is not None
+        assert self._conversation is not None
         self._at(Position.SWITCH)
         outcome = switch(prepared, self._live, self._step, self._settings)
         if not outcome.is_committed:
@@ -280,9 +290,10 @@ class Session:
             outcome.start = self._step_end
         old, self._live, self._step = self._live, prepared.next, outcome.step
         self._is_held = prepared.generation.is_held
+        self._retirements.announce()
         self._retired = Retired(old, prepared, outcome.farewells)
         # Last: once the agent has heard this, it may ask for the next change.
-        self._reconfiguration.report(
+        self._conversation.report(
             Switched(
                 prepared.generation.id, outcome.step, outcome.phases_ms,
                 outcome.sent_bytes, outcome.received_bytes, outcome.referred_bytes,
@@ -297,13 +308,14 @@ class Session:
 
     def _stay(self, prepared: PreparedGeneration, outcome: Switch) -> None:
         """The migration's vote failed: the previous generation goes on as if nothing had been."""
-        assert self._reconfiguration is not None
+        assert self._conversation is not None
         generation = prepared.generation.id
         error = outcome.error or "the migration failed on another worker"
-        self._reconfiguration.report(Refused(generation, error, outcome.kind))
-        prepared.close()
+        self._conversation.report(Refused(generation, error, outcome.kind))
         if self._live is None:
             raise SystemExit(0)
+        self._retirements.announce()
+        self._retirements.retire(Retired(None, prepared, outcome.farewells, is_entered=False))
         _log.error("generation %d was not entered; training goes on in generation %d", generation, self.generation)
 
 
@@ -334,6 +346,7 @@ def session(
     device: torch.device | str | None = None,
     timeout_s: float = 1800.0,
     switch_timeout_s: float = 600.0,
+    abort_timeout_s: float = 60.0,
     migration: Literal["auto", "keep", "release"] = "auto",
     budget_bytes: int | None = None,
 ) -> Session:
@@ -359,6 +372,8 @@ def session(
         device: where the state lives; by default the slot's GPU, or the CPU where there is none.
         timeout_s: longest wait for peers in training; the timeout of every process group.
         switch_timeout_s: longest wait for peers in a change.
+        abort_timeout_s: longest wait until a change that was given up, or a generation that was left, is freed before
+            the next change begins.
         migration: ``keep`` holds old and new state side by side until a change is committed; ``release`` gives the old
             one up as the new one comes, and with it the way back; ``auto`` releases only where both do not fit. The
             variable ETC_MIGRATION takes precedence.
@@ -379,6 +394,7 @@ def session(
         seed=seed,
         timeout_s=timeout_s,
         switch_timeout_s=switch_timeout_s,
+        abort_timeout_s=abort_timeout_s,
         record=record,
         verify_dir=environment.verify_dir,
         trace_dir=environment.trace_dir,

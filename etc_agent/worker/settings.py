@@ -14,7 +14,8 @@ Record = Callable[[int, Sequence[int]], None]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`global_batch` in samples. `timeout_s`: longest wait for peers in the training groups and for the store;
-    `switch_timeout_s`: the same in the groups that migrate. `verify_dir`: where every worker writes its shards before
+    `switch_timeout_s`: the same in the groups that migrate. `abort_timeout_s`: longest wait until what was given up is
+    freed. `verify_dir`: where every worker writes its shards before
     and after a migration, whose boxes are then hashed on both ends as well; None for neither. `trace_dir`: where every
     worker writes a Chrome trace of each switch, or None. `migration`: ``auto``, ``keep`` or ``release``
     (`etc_agent.migration.modes`); `budget_bytes`: most bytes of a worker's state while it migrates, 0 for what fits."""
@@ -24,6 +25,7 @@ class Settings:
     seed: int
     timeout_s: float
     switch_timeout_s: float
+    abort_timeout_s: float
     record: Record | None
     verify_dir: str | None = None
     trace_dir: str | None = None

@@ -1,8 +1,8 @@
 """A worker's side of the control socket: what the agent asks for, done beside training.
 
-One thread receives. Describing models and preparing generations run on threads of their own, so that a request that
-waits for peers never keeps the next one from being heard. The main thread asks two things only: which generation to
-vote for, and, once a vote has found every rank armed, the prepared generation itself.
+One thread receives. Describing models and changes have threads of their own, so that a request that waits for peers
+never keeps the next one from being heard. None of these threads is given the live generation: the main thread alone
+has that, and tells what they need of it at safe points.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import sys
 import threading
 from collections.abc import Callable
 
-import torch
-
 from etc_agent.control.causes import kind_of
 from etc_agent.control.channel import Channel, MessageTooLargeError
 from etc_agent.control.messages import (
@@ -26,48 +24,46 @@ from etc_agent.control.messages import (
     Hello,
     Message,
     Prepare,
-    Prepared,
-    Refused,
     WhereAreYou,
     Withdrawn,
 )
 from etc_agent.errors import EtcError, one_line
+from etc_agent.integrations.native import TrainState
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.worker.change.prepare import PreparedGeneration, prepare
-from etc_agent.worker.live import LiveGeneration
+from etc_agent.worker.change.change import Change, Order
+from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.model import Build, describe
 from etc_agent.worker.process.position import Whereabouts, dump_stacks
 from etc_agent.worker.settings import Settings
 
 _log = logging.getLogger(__name__)
 
-Live = Callable[[], LiveGeneration | None]
 
-
-class Reconfiguration:
-    """Hears the agent out. `generation`: the one that this worker was started for; `live` tells the one in force, None
-    before a joiner's first."""
+class Conversation:
+    """Hears the agent out. `generation`: the one that this worker was started for; `in_force` tells the number of the
+    one in force, 0 before a joiner's first."""
 
     def __init__(
-        self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings, live: Live,
-        whereabouts: Whereabouts,
+        self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings,
+        in_force: Callable[[], int], whereabouts: Whereabouts, retirements: Retirements,
     ) -> None:
         self._channel = channel
         self._hello = Hello(slot, os.getpid(), generation)
         self._is_introduced = False
         self._build = build
         self._settings = settings
-        self._live = live
+        self._in_force = in_force
         self._whereabouts = whereabouts
+        self._retirements = retirements
         self._changed = threading.Condition()
-        self._wanted = 0
+        self._change: Change | None = None
         self._armed = 0
-        self._withdrawn: dict[int, str] = {}
+        self._withdrawn = 0
         self._is_closed = False
         self._entering = 0
-        self._prepared: PreparedGeneration | None = None
         self._describes: queue.SimpleQueue[Describe | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"etc-{name}", daemon=True)
@@ -87,16 +83,19 @@ class Reconfiguration:
             thread.start()
 
     def close(self) -> None:
-        """Stop listening, and drop what is prepared."""
+        """Stop listening, and give up the change that is prepared."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            change = self._change
         self._describes.put(None)
         self._channel.close()
+        if change is not None:
+            change.abort()
+            change.join(self._settings.abort_timeout_s)
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout=1.0)
-        self._drop()
 
     def report(self, message: Message) -> None:
         """Send to the agent. A lost agent is no reason to stop: its guardian ends this process if it must."""
@@ -111,6 +110,13 @@ class Reconfiguration:
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
+    def at_safe_point(self, state: TrainState) -> None:
+        """Between two steps: if a change is prepared that has to know what this worker holds, take that down now."""
+        with self._changed:
+            change = self._change
+        if change is not None:
+            change.at_safe_point(state)
+
     def armed(self) -> int:
         """The generation to vote for, or 0 where no new one is armed here."""
         with self._changed:
@@ -119,18 +125,18 @@ class Reconfiguration:
     def take(self, generation: int) -> PreparedGeneration:
         """The prepared `generation`, now the caller's: a vote has found every rank armed for it."""
         with self._changed:
-            prepared = self._prepared
-            assert prepared is not None, "armed, but nothing is prepared"
-            assert prepared.generation.id == generation, "armed for another generation than the prepared one"
-            self._prepared, self._armed, self._wanted = None, 0, 0
-            return prepared
+            change, self._change, self._armed = self._change, None, 0
+        assert change is not None, "armed, but nothing is prepared"
+        assert change.generation.id == generation, "armed for another generation than the prepared one"
+        return change.take()
 
     def drop_withdrawn(self) -> None:
-        """Called after a vote that did not switch: drop what was withdrawn since it was armed."""
+        """Called after a vote that did not switch: give up what was withdrawn since it was armed."""
         with self._changed:
-            stale = self._wanted in self._withdrawn
-        if stale:
-            self._drop()
+            change = self._change
+            if change is None or change.generation.id != self._withdrawn:
+                return
+        change.abort()
 
     def await_armed(self, timeout_s: float) -> PreparedGeneration:
         """Wait until the agent has armed what this joining worker prepared, and take it.
@@ -145,8 +151,7 @@ class Reconfiguration:
             if not self._armed:
                 raise SystemExit(0)
             # From here on a withdrawal has to end the process: the main thread waits inside the migration's groups.
-            self._entering = self._armed
-            generation = self._armed
+            self._entering = generation = self._armed
         return self.take(generation)
 
     def entered(self) -> None:
@@ -181,97 +186,65 @@ class Reconfiguration:
                 dump_stacks()
                 self.report(self._whereabouts.position())
             case Prepare():
-                self._start_preparing(message)
+                self._prepare(message)
             case Armed(generation=generation):
                 self._arm(generation)
-            case Withdrawn(generation=generation, reason=reason):
-                self._withdraw(generation, reason)
+            case Withdrawn(generation=generation):
+                self._withdraw(generation)
             case Committed():
                 pass
             case _:
                 _log.error("the agent sent %s, which is for agents", message.type)
 
-    def _start_preparing(self, message: Prepare) -> None:
-        generation = Generation.from_json(message.generation)
-        previous = Generation.from_json(message.previous)
+    def _prepare(self, message: Prepare) -> None:
+        order = Order(
+            Generation.from_json(message.generation), Generation.from_json(message.previous),
+            Slot(message.node, self._hello.local_rank), self._in_force(),
+        )
         with self._changed:
-            self._wanted = generation.id
-        self._drop(keep=generation.id)
-        threading.Thread(
-            target=self._prepare,
-            args=(generation, previous, Slot(message.node, self._hello.local_rank)),
-            name=f"etc-prepare-{generation.id}",
-            daemon=True,
-        ).start()
+            if self._is_closed:
+                return
+            before, self._armed = self._change, 0
+            change = Change(order, self._build, self._settings, self.report, self._retirements, before)
+            self._change = change
+        if before is not None:
+            before.abort()
+        change.start()
 
     def _arm(self, generation: int) -> None:
         with self._changed:
-            if self._prepared is None or self._prepared.generation.id != generation:
+            change = self._change
+            if change is None or change.generation.id != generation or not change.is_prepared():
                 _log.error("armed for generation %d, which is not prepared here", generation)
                 return
             self._armed = generation
             self._changed.notify_all()
 
-    def _withdraw(self, generation: int, reason: str) -> None:
+    def _withdraw(self, generation: int) -> None:
         with self._changed:
-            self._withdrawn[generation] = reason
             if self._entering == generation:
                 _exit_now()
-            # Once armed, a vote in flight may still find every rank armed: the main thread decides after it.
-            if self._armed == generation:
-                self._armed = 0
-                self._changed.notify_all()
-                return
+            self._withdrawn = generation
             self._changed.notify_all()
-        if self._live() is not None:
-            self._drop()
+            change, is_armed = self._change, self._armed == generation
+            self._armed = 0 if is_armed else self._armed
+        # Once armed, a vote in flight may still find every rank armed: the main thread decides after it.
+        if change is not None and change.generation.id == generation and not is_armed:
+            change.abort()
 
-    # -- background threads ----------------------------------------------------------------------------------------
+    # -- describing ------------------------------------------------------------------------------------------------
 
     def _describe_all(self) -> None:
         while (request := self._describes.get()) is not None:
-            live = self._live()
-            try:
-                layout = describe(
-                    self._build,
-                    ParallelConfig.parse(request.config),
-                    self._settings.device,
-                    live.id if live is not None else 0,
-                    self._settings.global_batch,
-                )
-            except Exception as error:
-                self.report(Described(request.config, None, one_line(error), kind_of(error)))
-            else:
-                self.report(Described(request.config, layout))
+            self.report(self._described(request.config))
 
-    def _prepare(self, generation: Generation, previous: Generation, slot: Slot) -> None:
-        if self._settings.device.type == "cuda":
-            torch.cuda.set_device(self._settings.device)
-        live = self._live()
+    def _described(self, config: str) -> Described:
         try:
-            if live is not None and live.id != previous.id:
-                raise EtcError(f"asked to leave generation {previous.id}, but this worker is in {live.id}")
-            prepared = prepare(generation, previous, slot, self._build, live, self._settings)
+            parsed, settings = ParallelConfig.parse(config), self._settings
+            layout = describe(self._build, parsed, settings.device, self._in_force(), settings.global_batch)
         except Exception as error:
-            _log.info("generation %d is refused: %s", generation.id, one_line(error), exc_info=True)
-            self.report(Refused(generation.id, one_line(error), kind_of(error)))
-            return
-        with self._changed:
-            is_wanted = self._wanted == generation.id and generation.id not in self._withdrawn and not self._is_closed
-            if is_wanted:
-                self._prepared = prepared
-        if is_wanted:
-            self.report(Prepared(generation.id, prepared.plan.digest, prepared.phases_ms))
-        else:
-            prepared.close()
-
-    def _drop(self, keep: int = 0) -> None:
-        with self._changed:
-            prepared, self._prepared, self._armed = self._prepared, None, 0
-            if self._wanted != keep:
-                self._wanted = 0
-        if prepared is not None:
-            prepared.close()
+            return Described(config, None, one_line(error), kind_of(error))
+        return Described(config, layout)
 
 
 def _exit_now() -> None:

@@ -6,19 +6,20 @@ both generations take part (`crew`).
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import RelayedError, one_line
-from etc_agent.integrations.native import TrainState, held_shards, materialise, shards_of
+from etc_agent.integrations.native import TrainState, materialise, shards_of
 from etc_agent.migration.engine import Migration
 from etc_agent.migration.memory.shared import shared_memory_for
 from etc_agent.migration.modes import Choice, Wish, choose_mode, free_bytes
@@ -32,6 +33,7 @@ from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Shard
 from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.exchange import gather_json
+from etc_agent.worker.change.holdings import Holdings
 from etc_agent.worker.change.rng import carried_stream
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
@@ -39,7 +41,8 @@ from etc_agent.worker.model import Build, build_on_meta
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
 from etc_agent.worker.world.build import build
-from etc_agent.worker.world.stores import connect_store, raw_group
+from etc_agent.worker.world.connections import Connections, StoreConnection
+from etc_agent.worker.world.stores import connect_store, meet, raw_group
 from etc_agent.worker.world.swap import World, entered
 
 _log = logging.getLogger(__name__)
@@ -79,15 +82,26 @@ class PreparedGeneration:
         self.group = self.migration = None  # type: ignore[assignment]
 
 
+class Owner(Protocol):
+    """The change that is prepared: it knows the connections that are made, and says when to stop."""
+
+    connections: Connections
+    store_connection: StoreConnection
+
+    def check(self) -> None:
+        """Raises an EtcError where the change is not wanted any more."""
+
+    def holdings(self) -> Holdings | None:
+        """What this worker holds, taken at a safe point; None where it joins."""
+
+    def await_memory(self) -> None:
+        """Wait until what earlier generations held is freed."""
+
+
 def prepare(
-    generation: Generation,
-    previous: Generation,
-    slot: Slot,
-    script: Build,
-    live: LiveGeneration | None,
-    settings: Settings,
+    owner: Owner, generation: Generation, previous: Generation, slot: Slot, script: Build, settings: Settings
 ) -> PreparedGeneration:
-    """Build `generation` for the worker at `slot`; `live` is None where it joins.
+    """Build `generation` for the worker at `slot`.
 
     Raises:
         ValueError, EtcError: the model refuses the config, on this worker or another; or the manifests do not fit.
@@ -98,13 +112,15 @@ def prepare(
     device = settings.device
     with ExitStack() as undo:
         with _phase(phases_ms, "groups"):
-            store = dist.PrefixStore(f"gen{generation.id}", connect_store(generation.store, settings.timeout_s))
-            group = raw_group(
-                dist.PrefixStore("migration", store), crew.worker, crew.num_workers, settings.switch_timeout_s
-            )
-            world, vote = _next_world(store, crew, generation, settings) if crew.new_rank is not None else (None, None)
-            if world is not None:
+            store = _store(owner, generation, settings)
+            _meet(owner, store, "arrived", crew, "", settings)
+            group = _migration_group(owner, store, crew, settings)
+            world, vote = None, None
+            if crew.new_rank is not None:
+                world = _next_world(owner, store, crew.new_rank, generation, settings)
                 undo.callback(world.close)
+                vote = _vote(owner, store, crew.new_rank, generation, settings)
+            _exchange_ports(owner, store, crew, settings)
         with _phase(phases_ms, "build"):
             state, refusal = None, None
             if world is not None:
@@ -113,8 +129,12 @@ def prepare(
                 except Exception as error:
                     # Told to the others with the manifests, so that nobody waits for this worker.
                     refusal = (kind_of(error), one_line(error))
-            sources, old_stream = _old_shards(live, crew, generation, previous, device)
+            owner.check()
+            sources, old_stream = _old_shards(owner.holdings(), crew, generation, previous, device)
             manifest, new_stream = _new_manifest(state, world, crew, generation, previous, device)
+        with _phase(phases_ms, "memory"):
+            owner.await_memory()
+            owner.check()
         with _phase(phases_ms, "manifests"):
             wish = _wish(settings, crew)
             rows = gather_json(group, _say(tuple(sources), manifest, refusal, wish))
@@ -143,6 +163,7 @@ def prepare(
             if keeps and new_stream is not None:
                 new_stream = (new_stream[0], shared.get(*new_stream))
                 targets[new_stream[0]] = new_stream[1]
+        owner.check()
         with _phase(phases_ms, "connect"):
             migration: Migration
             timeout_s, verify = settings.switch_timeout_s, settings.verify_dir is not None
@@ -177,29 +198,54 @@ def _phase(phases_ms: dict[str, float], name: str) -> Iterator[None]:
     phases_ms[name] = (time.perf_counter() - start) * 1e3
 
 
-def _next_world(
-    store: dist.Store, crew: Crew, generation: Generation, settings: Settings
-) -> tuple[World, Vote]:
-    assert crew.new_rank is not None
-    world = build(
-        dist.PrefixStore("world", store), crew.new_rank, generation.config, generation.id, settings.device,
-        settings.timeout_s,
+def _store(owner: Owner, generation: Generation, settings: Settings) -> dist.Store:
+    """The generation's part of its store, over a client of the change's own."""
+    port = int(generation.store.rpartition(":")[2])
+    client = owner.store_connection.record(lambda: connect_store(generation.store, settings.timeout_s), port)
+    return dist.PrefixStore(f"gen{generation.id}", client)
+
+
+def _meet(owner: Owner, store: dist.Store, name: str, crew: Crew, value: str, settings: Settings) -> list[bytes]:
+    meeting = dist.PrefixStore("meetings", store)
+    return meet(meeting, name, crew.worker, crew.num_workers, value, settings.switch_timeout_s, owner.check)
+
+
+def _exchange_ports(owner: Owner, store: dist.Store, crew: Crew, settings: Settings) -> None:
+    """Tell each other where the groups of this change listen, so that each can cut its connections to the others."""
+    rows = _meet(owner, store, "ports", crew, json.dumps(owner.connections.listening), settings)
+    owner.connections.learn((address, port) for row in rows for address, port in json.loads(row))
+
+
+def _migration_group(owner: Owner, store: dist.Store, crew: Crew, settings: Settings) -> dist.ProcessGroup:
+    """Over all workers of the change. It is made once they are all there: nobody waits long for it."""
+    prefixed = dist.PrefixStore("migration", store)
+    return owner.connections.record(
+        lambda: raw_group(prefixed, crew.worker, crew.num_workers, settings.switch_timeout_s), lambda _: 1
     )
-    try:
-        vote = Vote(dist.PrefixStore("vote", store), crew.new_rank, generation.config.num_ranks, settings.timeout_s)
-    except BaseException:
-        world.close()
-        raise
-    return world, vote
+
+
+def _next_world(owner: Owner, store: dist.Store, rank: int, generation: Generation, settings: Settings) -> World:
+    prefixed = dist.PrefixStore("world", store)
+    return owner.connections.record(
+        lambda: build(prefixed, rank, generation.config, generation.id, settings.device, settings.timeout_s),
+        lambda world: len(world.groups),
+    )
+
+
+def _vote(owner: Owner, store: dist.Store, rank: int, generation: Generation, settings: Settings) -> Vote:
+    prefixed = dist.PrefixStore("vote", store)
+    return owner.connections.record(
+        lambda: Vote(prefixed, rank, generation.config.num_ranks, settings.timeout_s), lambda _: 1
+    )
 
 
 def _old_shards(
-    live: LiveGeneration | None, crew: Crew, generation: Generation, previous: Generation, device: torch.device
+    holdings: Holdings | None, crew: Crew, generation: Generation, previous: Generation, device: torch.device
 ) -> tuple[dict[Shard, torch.Tensor], tuple[Shard, torch.Tensor] | None]:
     """What this worker holds now, with a buffer for its random stream where that is carried on."""
-    if live is None or crew.old_rank is None:
+    if holdings is None or crew.old_rank is None:
         return {}, None
-    sources = held_shards(live.state)
+    sources = dict(holdings.tensors)
     stream = _with_buffer(carried_stream(crew.old_rank, previous.config, generation.config, device))
     if stream is not None:
         sources[stream[0]] = stream[1]

@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Retired:
-    """What is left of a change once the new generation trains. `old` is None on a worker that joined.
+    """What is left of a change. `old`: the generation that was left, None on a worker that joined, and where the change
+    failed. `is_entered`: the prepared generation is in force, and only what the switch needed is left of it.
 
     `farewells`: messages to the workers that leave, still on their way over the migration's group.
     """
@@ -26,6 +27,7 @@ class Retired:
     old: LiveGeneration | None
     prepared: PreparedGeneration
     farewells: list[dist.Work]
+    is_entered: bool = True
 
 
 def spare_the_collector() -> None:
@@ -40,9 +42,34 @@ def spare_the_collector() -> None:
     gc.freeze()
 
 
-def retire(retired: Retired) -> None:
-    """Free it all on a thread of its own; the caller keeps no reference to any part."""
-    threading.Thread(target=_let_go, args=(retired,), name="etc-retire", daemon=True).start()
+class Retirements:
+    """Generations on their way out: what they hold counts as in use until it is freed."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_left = 0
+
+    def announce(self) -> None:
+        """A generation is no longer in force; `retire` follows."""
+        with self._changed:
+            self._num_left += 1
+
+    def retire(self, retired: Retired) -> None:
+        """Free an announced one on a thread of its own; the caller keeps no reference to any part."""
+        threading.Thread(target=self._retire, args=(retired,), name="etc-retire", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all that were announced are freed; whether that is so in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_left, timeout_s)
+
+    def _retire(self, retired: Retired) -> None:
+        try:
+            _let_go(retired)
+        finally:
+            with self._changed:
+                self._num_left -= 1
+                self._changed.notify_all()
 
 
 def _let_go(retired: Retired) -> None:
@@ -55,8 +82,9 @@ def _let_go(retired: Retired) -> None:
     if retired.old is not None:
         retired.old.world.close()
         retired.old = None
-    # The world in `next` is the one in force now: it stays.
-    retired.prepared.next = None
+    if retired.is_entered:
+        # The world in `next` is the one in force now: it stays.
+        retired.prepared.next = None
     retired.prepared.close()
     del retired.prepared
     # Modules, schedules and hooks refer to each other in circles, and a kept group keeps its sockets and threads.

@@ -1,16 +1,20 @@
-"""Clients of a generation's store, and gloo groups outside every world.
+"""Clients of a generation's store, meetings there, and gloo groups outside every world.
 
 One TCPStore client is a mutex around one socket, so no two threads may share a client.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
 
 from etc_agent.errors import PeerLostError
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 
 
 def raw_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
@@ -33,3 +37,34 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
     except (dist.DistError, RuntimeError, ValueError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PeerLostError(f"the store at {address} does not answer within {timeout_s:g} s: {first}") from None
+
+
+def meet(
+    store: dist.Store,
+    name: str,
+    worker: int,
+    num_workers: int,
+    value: str,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> list[bytes]:
+    """Wait at the store until all workers have come to the meeting `name`; returns what each has brought, by worker.
+
+    `check` is called now and then meanwhile; what it raises ends the wait.
+
+    Raises:
+        PeerLostError: not all came in time; the message names those that are missing.
+    """
+    keys = [f"{name}/{each}" for each in range(num_workers)]
+    store.set(keys[worker], value)
+    if store.add(f"{name}/count", 1) == num_workers:
+        store.set(f"{name}/complete", "1")
+    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+    while not store.check([f"{name}/complete"]):
+        check()
+        if time.monotonic() > deadline:
+            missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
+            raise PeerLostError(f"worker {', '.join(missing)} of the change did not come within {timeout_s:g} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+    return store.multi_get(keys)

@@ -1,0 +1,251 @@
+"""One change of generation as one worker sees it: from the agent's request until the switch, or until it is given up.
+
+A change owns all that is made for it: its thread, connections, groups, world, and the memory of the next generation.
+Its thread prepares, and then waits for what becomes of it. Other threads only tell it: `take` where every rank is
+armed, `abort` where the agent withdraws it. What is given up is freed by the change's own thread, at once: if that
+waits for peers, the change's connections are cut.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from etc_agent.control.causes import kind_of
+from etc_agent.control.messages import Message, Prepared, Refused
+from etc_agent.errors import EtcError, one_line
+from etc_agent.integrations.native import TrainState
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
+from etc_agent.worker.change.holdings import Holdings
+from etc_agent.worker.change.prepare import PreparedGeneration, prepare
+from etc_agent.worker.change.retire import Retirements
+from etc_agent.worker.model import Build
+from etc_agent.worker.settings import Settings
+from etc_agent.worker.world.connections import Connections, StoreConnection
+
+_log = logging.getLogger(__name__)
+
+_STORE_GRACE_S = 1.0
+"""After so long the store's connection is cut, too. It is not at first, since PyTorch writes a stack trace then."""
+_CUT_AGAIN_S = 0.1
+
+
+class AbortedError(EtcError):
+    """The change was given up by the agent while it was prepared."""
+
+
+class End(enum.Enum):
+    """What became of a prepared change."""
+
+    TAKEN = enum.auto()
+    ABORTED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the agent asks for: `generation` instead of `previous`, for the worker at `slot`. `in_force`: the number of
+    the generation that this worker is in, 0 where it joins."""
+
+    generation: Generation
+    previous: Generation
+    slot: Slot
+    in_force: int
+
+
+class Change:
+    """See the module. `before`: the change that came before this one; this one begins when that has ended."""
+
+    def __init__(
+        self,
+        order: Order,
+        script: Build,
+        settings: Settings,
+        report: Callable[[Message], None],
+        retirements: Retirements,
+        before: Change | None,
+    ) -> None:
+        self._order = order
+        self._script = script
+        self._settings = settings
+        self._report = report
+        self._retirements = retirements
+        self._before = before
+        self._changed = threading.Condition()
+        self._end: End | None = None
+        self._prepared: PreparedGeneration | None = None
+        self._holdings: Future[Holdings] = Future()
+        self.connections = Connections()
+        self.store_connection = StoreConnection()
+        self._thread = threading.Thread(target=self._run, name=f"etc-change-{order.generation.id}", daemon=True)
+
+    @property
+    def generation(self) -> Generation:
+        return self._order.generation
+
+    def start(self) -> None:
+        """Begin to prepare. Answers the agent with Prepared or Refused, or not at all where it is aborted before."""
+        self._thread.start()
+
+    # -- for other threads -----------------------------------------------------------------------------------------
+
+    def at_safe_point(self, state: TrainState) -> None:
+        """Called by the main thread between two steps: take down what it holds, if that is still to be done."""
+        if self._holdings.done() or not self._order.in_force:
+            return
+        try:
+            self._tell(self._holdings.set_result, Holdings.of(state))
+        except Exception as error:
+            # Without its traceback, which would hold on to the state.
+            self._tell(self._holdings.set_exception, EtcError(one_line(error)))
+
+    def is_prepared(self) -> bool:
+        with self._changed:
+            return self._prepared is not None
+
+    def take(self) -> PreparedGeneration:
+        """The prepared generation, from now on the caller's."""
+        with self._changed:
+            assert self._prepared is not None, "armed, but not prepared"
+            assert self._end is None, "armed, but given up"
+            prepared, self._prepared = self._prepared, None
+            self._end = End.TAKEN
+            self._changed.notify_all()
+            return prepared
+
+    def abort(self) -> None:
+        """Give it up, unless it is taken. Returns at once; `join` waits until all is freed."""
+        with self._changed:
+            if self._end is not None:
+                return
+            self._end = End.ABORTED
+            is_preparing = self._prepared is None
+            self._changed.notify_all()
+        self._holdings.cancel()
+        if is_preparing and self._thread.is_alive():
+            threading.Thread(target=self._free_thread, name=f"etc-abort-{self.generation.id}", daemon=True).start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended and all that was not taken is freed; whether that is so in time."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # -- for the preparation, on the change's thread ---------------------------------------------------------------
+
+    def check(self) -> None:
+        """Go on only while the change is wanted.
+
+        Raises:
+            AbortedError: it is not.
+        """
+        with self._changed:
+            if self._end is End.ABORTED:
+                raise AbortedError(f"generation {self.generation.id} was withdrawn")
+
+    def holdings(self) -> Holdings | None:
+        """What this worker holds, None where it joins. Waits for the main thread's next safe point.
+
+        Raises:
+            EtcError: the state cannot be moved, or no safe point came in time.
+        """
+        if not self._order.in_force:
+            return None
+        timeout_s = self._settings.switch_timeout_s
+        try:
+            return self._holdings.result(timeout_s)
+        except CancelledError:
+            raise AbortedError(f"generation {self.generation.id} was withdrawn") from None
+        except TimeoutError:
+            raise EtcError(
+                f"no step ended within {timeout_s:g} s (switch_timeout_s), and the state can only be looked at between "
+                "two steps"
+            ) from None
+
+    def await_memory(self) -> None:
+        """Wait until what earlier generations held is freed, so that free memory can be measured."""
+        if not self._retirements.wait(self._settings.abort_timeout_s):
+            _log.warning("the generation before is not freed yet; generation %d may find little memory free",
+                         self.generation.id)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._settings.device.type == "cuda":
+            torch.cuda.set_device(self._settings.device)
+        self._await_predecessor()
+        self._prepare()
+        with self._changed:
+            self._changed.wait_for(lambda: self._prepared is None or self._end is not None)
+            prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.close()
+            del prepared
+        self._forget_holdings()
+        if self._end is not End.TAKEN:
+            # Modules, schedules and tracebacks refer to each other in circles, and a kept group keeps its sockets.
+            gc.collect()
+
+    def _await_predecessor(self) -> None:
+        before, self._before = self._before, None
+        if before is not None and not before.join(self._settings.abort_timeout_s):
+            _log.error(
+                "generation %d was given up and is not freed within %g s (abort_timeout_s); build() may still run",
+                before.generation.id, self._settings.abort_timeout_s,
+            )
+
+    def _prepare(self) -> None:
+        generation, order = self.generation.id, self._order
+        try:
+            if order.in_force not in (0, order.previous.id):
+                raise EtcError(f"asked to leave generation {order.previous.id}, but this worker is in {order.in_force}")
+            self.check()
+            prepared = prepare(self, order.generation, order.previous, order.slot, self._script, self._settings)
+        except AbortedError:
+            _log.info("generation %d was withdrawn while it was prepared", generation)
+            return
+        except Exception as error:
+            # Whoever waits for this worker hears of it now.
+            self.connections.cut()
+            with self._changed:
+                is_wanted = self._end is None
+            if is_wanted:
+                _log.info("generation %d is refused: %s", generation, one_line(error), exc_info=True)
+                self._report(Refused(generation, one_line(error), kind_of(error)))
+            return
+        answer = Prepared(generation, prepared.plan.digest, prepared.phases_ms)
+        with self._changed:
+            self._prepared = prepared
+            is_wanted = self._end is None
+        del prepared
+        if is_wanted:
+            self._report(answer)
+
+    def _free_thread(self) -> None:
+        """Cut what the thread may be waiting on, until it has ended."""
+        start = time.monotonic()
+        while self._thread.is_alive() and time.monotonic() - start < self._settings.abort_timeout_s:
+            self.connections.cut()
+            if time.monotonic() - start > _STORE_GRACE_S:
+                self.store_connection.cut()
+            self._thread.join(_CUT_AGAIN_S)
+
+    def _forget_holdings(self) -> None:
+        self._holdings = Future()
+        self._holdings.cancel()
+
+    @staticmethod
+    def _tell(put: Callable[[Any], None], value: Any) -> None:
+        try:
+            put(value)
+        except InvalidStateError:
+            pass  # aborted meanwhile
