@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.run import get_args_parser
 
@@ -69,6 +70,18 @@ class CommandLine:
         return [spelled for name, spelled in self.typed.items() if name in _VARIABLES]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes a word for a shortened option of torchrun only where it can be no other.
+
+    argparse looks at the words behind the training script, too, and refuses one that could be short for two options:
+    under it, ``train.py --m 1`` is no command line. Options that torchrun does not have are never shortened.
+    """
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        found = [match for match in super()._get_option_tuples(option_string) if match[0].dest not in _VARIABLES]
+        return found[:1] if len({match[0].dest for match in found}) == 1 else []
+
+
 def build_parser() -> argparse.ArgumentParser:
     """torchrun's parser plus ours. The training script becomes optional, since a job file may name it.
 
@@ -76,11 +89,12 @@ def build_parser() -> argparse.ArgumentParser:
         EtcError: the variable of a flag is not a number.
     """
     try:
-        parser = get_args_parser()
+        parser = _Parser(
+            prog="etc-run", parents=[get_args_parser()], add_help=False,
+            description="Starts a training job as torchrun does, and changes its size while it trains.",
+        )
     except ValueError as error:
         raise EtcError(f"a PET_ variable that stands for a flag must be 0 or 1: {error}") from None
-    parser.prog = "etc-run"
-    parser.description = "Starts a training job as torchrun does, and changes its size while it trains."
     (script,) = (action for action in parser._actions if action.dest == "training_script")
     script.nargs, script.required = "?", False
     group = parser.add_argument_group("elastic jobs")

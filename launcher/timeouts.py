@@ -30,13 +30,14 @@ _MAY_BE_ZERO = ("settle_s", "hang_s")
 
 
 def with_rdzv_conf(timeouts: Timeouts, conf: Mapping[str, Any]) -> Timeouts:
-    """`timeouts` with those that `conf` gives, by our names or by torchrun's.
+    """`timeouts` with those that `conf` gives, by our names or by torchrun's. Where two keys name one timeout, ours
+    counts before torchrun's, and ``timeout`` last: torch's `LaunchConfig` adds it to what the user gave.
 
     Raises:
         EtcError: a value is not a positive number of seconds, or neither we nor torchrun's backends know a key.
     """
     known = {field.name for field in dataclasses.fields(Timeouts)}
-    for key, value in conf.items():
+    for key, value in sorted(conf.items(), key=lambda item: _rank(item[0])):
         name = _RDZV_CONF_NAMES.get(key, key)
         if name in _ELSEWHERE:
             continue
@@ -53,3 +54,8 @@ def with_rdzv_conf(timeouts: Timeouts, conf: Mapping[str, Any]) -> Timeouts:
             raise EtcError(f"--rdzv-conf: {key}: expected a positive number of seconds, got {value!r}")
         timeouts = dataclasses.replace(timeouts, **{name: seconds})
     return timeouts
+
+
+def _rank(key: str) -> int:
+    """Later ones count."""
+    return 0 if key == "timeout" else 1 if key in _RDZV_CONF_NAMES else 2

@@ -43,6 +43,8 @@ def launch_config(args: argparse.Namespace, source: Callable[[str], str]) -> Com
     _check_event_handler(args.event_log_handler, source("event_log_handler"))
     for index in range(int(args.nproc_per_node) if args.virtual_local_rank else 0):
         device_of(index, is_virtual=True)
+    if args.training_script == "-" and not args.no_python:
+        raise EtcError("-: a script on standard input reaches one worker only, once; write it to a file, and name that")
     is_script = args.run_path or not (args.module or args.no_python)
     if is_script and not os.path.exists(args.training_script):
         raise EtcError(f"{args.training_script}: no such training script")

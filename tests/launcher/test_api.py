@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from etc_agent.agent.settings import Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.server import EtcdServer
+from launcher.timeouts import with_rdzv_conf
 
 PROGRAM = """
 import os, sys, time
@@ -66,3 +68,19 @@ def test_a_config_that_can_never_be_is_refused_in_one_line() -> None:
     config = LaunchConfig(1, 1, 2, run_id="x", rdzv_backend="etcd-v3", rdzv_endpoint="a:1")
     with pytest.raises(EtcError, match="PP4TP1DP1 needs 4 workers, the job admits 2"):
         launcher.elastic_launch(config, "true", parallel=ParallelConfig(pp=4))
+
+
+@pytest.mark.parametrize(
+    ("given", "join_s"),
+    [
+        ({"join_s": 40}, 40), ({"join_timeout": 50}, 50), ({"timeout": 60}, 60), ({}, 900),
+        ({"join_s": 40, "join_timeout": 50}, 40), ({"join_timeout": 50, "join_s": 40}, 40),
+    ],
+)
+def test_a_timeout_that_was_given_is_not_overridden_by_the_one_that_torch_adds(
+    given: dict[str, int], join_s: float
+) -> None:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    config = LaunchConfig(1, 1, 2, run_id="x", rdzv_backend="etcd-v3", rdzv_endpoint="a:1", rdzv_configs=dict(given))
+    assert with_rdzv_conf(Timeouts(), config.rdzv_configs).join_s == join_s

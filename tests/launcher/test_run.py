@@ -115,6 +115,35 @@ def test_contradictions_are_refused(script: str) -> None:
     assert "needs --rdzv-backend=etcd-v3" in mistake("--etcd-endpoints=a:1", "--rdzv-backend=c10d", script)
 
 
+# ---- the words behind the script -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["--p", "--m", "--n", "--etcd", "--config", "--parallel", "--rdzv", "--stand", "-r"])
+def test_the_words_behind_the_script_are_the_scripts(word: str, script: str) -> None:
+    assert settings("--standalone", script, word, "1").args[-2:] == (word, "1")
+    theirs = read(["--nproc-per-node", "1", script, word, "1"])
+    assert isinstance(theirs, argparse.Namespace)
+    assert theirs.training_script_args == [word, "1"]
+
+
+def test_options_of_torchrun_can_be_shortened_as_there_and_ours_do_not_stand_in_the_way(script: str) -> None:
+    assert settings("--standalone", "--max-r", "2", script).max_restarts == 2
+    assert settings("--stand", "--nproc=2", script).num_slots == 2
+
+
+@pytest.mark.parametrize("options", [["--m", "1"], ["--parall", "PP2"]])
+def test_a_word_before_the_script_that_could_be_several_options_is_refused(
+    options: list[str], script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read(["--standalone", *options, script])
+    assert f"unrecognized arguments: {options[0]}" in capsys.readouterr().err
+
+
+def test_a_script_on_standard_input_is_refused_since_it_can_be_read_once() -> None:
+    assert mistake("--standalone", "-").startswith("-: a script on standard input reaches one worker only")
+
+
 # ---- which source wins ---------------------------------------------------------------------------------------------
 
 
