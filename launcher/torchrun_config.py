@@ -52,6 +52,9 @@ def launch_config(args: argparse.Namespace, source: Callable[[str], str]) -> Com
         config, entrypoint, entrypoint_args = config_from_args(args)
     except (ValueError, AssertionError, RuntimeError, NotADirectoryError) as error:
         raise EtcError(" ".join(str(error).split())) from None
+    except OSError as error:
+        where = source("log_dir") if args.log_dir else "TMPDIR"
+        raise EtcError(f"{where}: no folder for logs can be made: {error.filename}: {error.strerror}") from None
     assert config.logs_specs is not None
     config.logs_specs._redirects, config.logs_specs._tee = streams["redirects"], streams["tee"]
     return config, entrypoint, entrypoint_args

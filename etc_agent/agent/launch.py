@@ -20,6 +20,7 @@ from etc_agent.agent.admission import admit
 from etc_agent.agent.etcd import connect
 from etc_agent.agent.inbox import Inbox
 from etc_agent.agent.node import NodeAgent
+from etc_agent.agent.open_files import allow_open_files
 from etc_agent.agent.processes.error_file import pass_on, write_own
 from etc_agent.agent.processes.logs import NodeLogs, remove_empty_logs
 from etc_agent.agent.processes.torch_events import TorchEvents
@@ -83,6 +84,7 @@ def _assemble(
 ) -> NodeAgent:
     """Start everything in order; `stack` undoes it in reverse, whatever happens."""
     stack.callback(ignore, handled)
+    allow_open_files(settings.num_slots)
     guardian = Guardian()
     stack.callback(guardian.close)
     if settings.preflight is not None:

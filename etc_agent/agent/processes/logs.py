@@ -6,16 +6,22 @@ again. We start one context per worker and keep everything.
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, LogsSpecs, PContext, Std
 
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
+
+logger = logging.getLogger(__name__)
+
+_LEAST_ROOM_BYTES = 1 << 16
 
 
 class NodeLogs:
@@ -39,19 +45,38 @@ class NodeLogs:
         """The LogsSpecs of a new spare in `slot`, and the folder of its files, if any."""
         if self._folder is None:
             return WorkerLogs(self._specs, slot.index, None), None
-        parent = self._folder / "spares" / slot.node
-        parent.mkdir(parents=True, exist_ok=True)
-        path = Path(tempfile.mkdtemp(prefix=f"{slot.index}-", dir=parent))
+        path = self._folder / "spares" / slot.node / f"{slot.index}-{secrets.token_hex(4)}"
+        if not self._make(path):
+            return WorkerLogs(self._specs, slot.index, None), None
         return WorkerLogs(self._specs, slot.index, path), path
 
     def adopt(self, folder: Path | None, slot: Slot, generation: Generation) -> None:
         """The spare that logs to `folder` is the worker in `slot` of `generation` now: its files are found there."""
         if self._folder is not None and folder is not None:
             place = self._place(self._folder, slot, generation)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            if place.is_dir():  # of an earlier job of this name
-                shutil.rmtree(place)
-            place.symlink_to(os.path.relpath(folder, place.parent))
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if place.is_dir():  # of an earlier job of this name
+                    shutil.rmtree(place)
+                place.symlink_to(os.path.relpath(folder, place.parent))
+            except OSError as error:
+                logger.warning("the logs of %s stay in %s; no link from %s: %s", slot, folder, place, error.strerror)
+
+    def _make(self, path: Path) -> bool:
+        """Make the folder `path`, and say whether files can be made there; training needs none, and goes on without.
+
+        What a job says is for its user alone: nobody else can enter the run's folder, unless it was there before.
+        """
+        assert self._folder is not None
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                return True
+        except OSError as error:
+            why = "no logs can be written to %s: %s; a worker writes to the console instead"
+            logger.error(why, path, error.strerror)
+            return False
 
     def _place(self, folder: Path, slot: Slot, generation: Generation) -> Path:
         """Where the logs of the worker in `slot` of `generation` are found. A link that is there already is of an
@@ -65,7 +90,7 @@ class NodeLogs:
         """The LogsSpecs of the one worker that is started in `slot` for `generation`."""
         if type(self._specs) is DefaultLogsSpecs:
             path = self._folder and self._place(self._folder, slot, generation)
-            return WorkerLogs(self._specs, slot.index, path)
+            return WorkerLogs(self._specs, slot.index, path if path is not None and self._make(path) else None)
         if self._given[0] != generation.id:
             ranks = {other.index: rank for rank, other in enumerate(generation.placement) if other.node == slot.node}
             # An attempt's folder is emptied where it comes again, and generations may share an attempt.
@@ -89,6 +114,20 @@ def remove_empty_logs(specs: LogsSpecs, run_id: str = "") -> None:
     for folder in ([root / run_id] if run_id else []) + ([root] if is_temporary else []):
         if folder.is_dir() and not any(path.is_file() for path in folder.rglob("*")):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def full_folder(context: PContext) -> str | None:
+    """The folder that a worker's output goes to, if its file system has no room left."""
+    for file in (context.stdouts[0], context.stderrs[0]):
+        folder = os.path.dirname(file)
+        if folder and file != os.devnull:
+            try:
+                system = os.statvfs(folder)
+            except OSError:
+                continue
+            if system.f_bavail * system.f_frsize < _LEAST_ROOM_BYTES:
+                return folder
+    return None
 
 
 class _Chosen(LogsSpecs):
@@ -140,7 +179,6 @@ class WorkerLogs(LogsSpecs):
             envs[0]["TORCHELASTIC_ERROR_FILE"] = ""
             console = {0: os.devnull if self._is_silent else ""}
             return LogsDest(dict(console), dict(console), {}, {}, {0: os.devnull}, os.devnull, os.devnull)
-        self._folder.mkdir(parents=True, exist_ok=True)
         destinations: dict[Std, str] = {}
         tees: dict[Std, dict[int, str]] = {}
         for stream, name in ((Std.OUT, "stdout.log"), (Std.ERR, "stderr.log")):

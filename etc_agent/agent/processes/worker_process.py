@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -14,12 +15,16 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext, start_processes
 from torch.distributed.elastic.utils import macros
 
+from etc_agent.agent.processes.logs import full_folder
 from etc_agent.agent.processes.numa import bound
+from etc_agent.agent.processes.tee import Tee, WithoutTee
 from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.control.causes import ErrorKind, kind_in_text
 from etc_agent.control.messages import Raised
 from etc_agent.errors import EtcError, shortened
 from etc_agent.reconfig.records import Failure, FailureKind
+
+logger = logging.getLogger(__name__)
 
 _FAILURES = {
     ErrorKind.MODEL: FailureKind.RAISED,
@@ -32,8 +37,8 @@ _FAILURES = {
 class WorkerProcess:
     """A running worker. A torchelastic process context is all-or-nothing, so each worker has one of its own."""
 
-    def __init__(self, context: PContext, environment: dict[str, str], events: TorchEvents) -> None:
-        self._context = context
+    def __init__(self, context: PContext, environment: dict[str, str], events: TorchEvents, tee: Tee) -> None:
+        self._context, self._tee = context, tee
         self._environment = environment
         self._events = events
         self.pid: int = context.pids()[0]
@@ -69,21 +74,22 @@ class WorkerProcess:
         prefix = template and Template(template).safe_substitute(
             role_name=launch_config.role, rank=environment.get("RANK", "spare"), local_rank=local_rank
         )
+        shown = WithoutTee(logs)
         try:
             context = start_processes(
                 name=launch_config.role,
                 entrypoint=entrypoint,
                 args={0: args},
                 envs={0: environment},
-                logs_specs=logs,
-                log_line_prefixes={0: prefix or f"[{launch_config.role}{local_rank}]:"},
+                logs_specs=shown,
                 start_method=launch_config.start_method,
-                duplicate_stdout_filters=launch_config.duplicate_stdout_filters,
-                duplicate_stderr_filters=launch_config.duplicate_stderr_filters,
             )
-        except (FileNotFoundError, PermissionError) as error:
+        except OSError as error:
             raise EtcError(f"the worker's program cannot be started: {error.filename}: {error.strerror}") from None
-        process = cls(context, environment, events)
+        assert shown.destinations is not None
+        filters = (launch_config.duplicate_stdout_filters, launch_config.duplicate_stderr_filters)
+        tee = Tee(shown.destinations, prefix or f"[{launch_config.role}{local_rank}]:", filters)
+        process = cls(context, environment, events, tee)
         if "RANK" in environment:
             events.worker_started(environment, process.pid)
         return process
@@ -104,6 +110,9 @@ class WorkerProcess:
                 self.exit_code = 128 - code if code < 0 else code
                 self._killed_by = max(-code, 0)
                 self._error_file = self._context.error_files[0]
+                self._tee.close()
+                if code and (full := full_folder(self._context)) is not None:
+                    logger.error("no room is left in %s, where a worker writes; make some, or change --log-dir", full)
                 if "RANK" in self._environment:
                     error = json.dumps(failure.error_file_data) if failure else None
                     self._events.worker_ended(

@@ -151,7 +151,7 @@ def write_switch_trace(folder: str, prepared: PreparedGeneration, outcome: Switc
         len(prepared.plan.rounds), tuple(outcome.spans), outcome.timeline,
     )
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         write_trace(Path(folder) / f"switch-{prepared.generation.id}-worker-{worker}.json", {worker: account})
     except (EtcError, OSError) as error:
         _log.warning("generation %d has no trace of its switch: %s", prepared.generation.id, one_line(error))

@@ -34,7 +34,7 @@ def write_shards(
     ]
     arrays = {f"b{i}": _bytes(tensor) for i, tensor in enumerate(shards.values())}
     arrays["index"] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
-    os.makedirs(directory, exist_ok=True)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
     path = os.path.join(directory, f"gen{generation}-{side}-rank{rank}.npz")
     with open(f"{path}.part", "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]

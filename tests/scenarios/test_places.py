@@ -1,0 +1,81 @@
+"""Jobs in awkward places: folders that are too long, too small or closed, few open files, addresses of other kinds."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import EtcRun, standalone
+
+Cleanup = Callable[[EtcRun], EtcRun]
+
+WORK = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("rank", dist.get_rank(), flush=True)
+dist.destroy_process_group()
+"""
+CHATTER = "while True: print('x' * 10000, flush=True)"
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return script
+
+
+def with_little_room(folder: Path, size: str) -> tuple[str, ...]:
+    """A prefix under which `folder` is a file system of `size`, for the command alone."""
+    folder.mkdir()
+    mount = f'mount -t tmpfs -o size={size} none {folder} && exec "$@"'
+    prefix = ("unshare", "--mount", "sh", "-c", mount, "sh")
+    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no mounts of our own here: {tried.stderr.strip()}")
+    return prefix
+
+
+def test_a_job_runs_where_tmpdir_is_too_long_for_a_socket(tmp_path: Path, cleanup: Cleanup) -> None:
+    temporary = tmp_path / ("x" * 110)
+    temporary.mkdir()
+    job = cleanup(standalone(tmp_path, written(tmp_path, WORK), slots=2, environment={"TMPDIR": str(temporary)}))
+    assert job.wait() == 0
+    job.assert_nothing_left()
+    assert not list(temporary.iterdir())
+
+
+def test_a_full_log_folder_is_named_when_a_worker_fails_over_it(tmp_path: Path, cleanup: Cleanup) -> None:
+    logs = tmp_path / "logs"
+    prefix = with_little_room(logs, "100k")
+    arguments = ("--standalone", "--rdzv-id", "job", "-r", "3", "--log-dir", logs, written(tmp_path, CHATTER))
+    job = cleanup(EtcRun(*arguments, cwd=tmp_path, prefix=prefix))
+    assert job.wait() == 1
+    assert f"etc-run: no room is left in {logs}/job/generation_1" in job.output
+
+
+def test_a_temporary_folder_without_room_for_etcd_is_one_line(tmp_path: Path, cleanup: Cleanup) -> None:
+    temporary = tmp_path / "small"
+    prefix = with_little_room(temporary, "1m")
+    arguments = ("--standalone", written(tmp_path, WORK))
+    job = cleanup(EtcRun(*arguments, cwd=tmp_path, prefix=prefix, environment={"TMPDIR": str(temporary)}))
+    assert job.wait() == 1
+    (line,) = job.our_lines()
+    assert f"no space left on device; make room in {temporary}" in line
+
+
+def test_too_few_open_files_are_one_line_that_says_how_many_are_needed(tmp_path: Path, cleanup: Cleanup) -> None:
+    prefix = ("sh", "-c", 'ulimit -n 64 && exec "$@"', "sh")
+    job = cleanup(EtcRun("--standalone", written(tmp_path, WORK), cwd=tmp_path, prefix=prefix))
+    assert job.wait() == 1
+    (line,) = job.our_lines()
+    assert "this shell allows 64 open files" in line
+    assert "1 workers need 208; raise the hard limit with `ulimit -H -n 208`" in line
+
+
+def test_a_low_limit_of_open_files_that_may_be_raised_is_raised(tmp_path: Path, cleanup: Cleanup) -> None:
+    prefix = ("sh", "-c", 'ulimit -S -n 64 && exec "$@"', "sh")
+    job = cleanup(EtcRun("--standalone", "--nproc-per-node", "2", written(tmp_path, WORK), cwd=tmp_path, prefix=prefix))
+    assert job.wait() == 0
