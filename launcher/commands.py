@@ -1,9 +1,11 @@
-"""The user's own commands around a job: what must pass before a node joins, and what says that it is taken away."""
+"""What a user has around a job: commands that must pass before a node joins or that say that it is taken away, and
+signals to the workers."""
 
 from __future__ import annotations
 
 import shlex
 
+from etc_agent.agent.safety.signals import Signals, parse_signals
 from etc_agent.agent.settings import Preemption, UserCommand
 from etc_agent.errors import EtcError
 from launcher.given import Given
@@ -25,6 +27,23 @@ def preemption(given: Given) -> Preemption | None:
     if section is None:
         return None
     return Preemption(UserCommand(tuple(section.command), section.timeout_s), section.every_s, section.grace_s)
+
+
+def forward_signals(given: Given, to_handle: str) -> Signals:
+    """The signals that are handed on to the workers. `to_handle`: those that make a node leave.
+
+    Raises:
+        EtcError: one is unknown, cannot be handled, or already makes the node leave.
+    """
+    names = given.option("forward_signals") or ",".join(given.job.forward_signals)
+    source = given.source("forward_signals", "forward_signals")
+    signals = parse_signals(names, source) if names else ()
+    if taken := set(signals) & set(parse_signals(to_handle)):
+        name = min(taken).name
+        raise EtcError(
+            f"{source}: {name} is among --signals-to-handle, by which the node leaves; leave it out here or there"
+        )
+    return signals
 
 
 def _words(given: Given, option: str) -> list[str]:

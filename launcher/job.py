@@ -174,6 +174,7 @@ class TimeoutsSection(Section):
     hang_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     shutdown_grace_s: Seconds | None = None
     etcd_s: Seconds | None = None
+    end_s: Seconds | None = None
 
 
 def _command_only(value: Any) -> Any:
@@ -207,6 +208,7 @@ class Job(Section):
     max_restarts: Annotated[int, Field(ge=0)] | None = None
     preflight: Annotated[PreflightSection, BeforeValidator(_command_only)] | None = None
     preemption: Annotated[PreemptionSection, BeforeValidator(_command_only)] | None = None
+    forward_signals: list[Text] = []
     spares: Literal["warm", "cold"] = "warm"
     alike_failures: Annotated[int, Field(ge=0)] = 3
     monitor_interval_s: Seconds | None = None

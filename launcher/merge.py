@@ -14,7 +14,7 @@ from etc_agent.agent.settings import JobSettings, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.keys import JobKeys
-from launcher.commands import preemption, preflight
+from launcher.commands import forward_signals, preemption, preflight
 from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
 from launcher.options import ELASTIC_BACKEND
@@ -69,6 +69,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         warm_spares=_warm_spares(given),
         preflight=preflight(given),
         preemption=preemption(given),
+        forward_signals=forward_signals(given, config.signals_to_handle),
         monitor_interval_s=config.monitor_interval,
         timeouts=timeouts,
         env=dict(job.env),

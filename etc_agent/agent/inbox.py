@@ -15,6 +15,20 @@ class Preempted:
 
 
 @dataclass(frozen=True, slots=True)
+class Signal:
+    """This node is told to leave, by the signal `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForWorkers:
+    """The signal `number` is meant for the workers."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Said:
     """A worker's message, or its last: None."""
 
@@ -23,8 +37,8 @@ class Said:
     message: Message | None
 
 
-Item = Said | Preempted | int | None
-"""An int is a signal; None: something in etcd has changed."""
+Item = Said | Preempted | Signal | ForWorkers | None
+"""None: something in etcd has changed."""
 
 
 class Inbox:
@@ -40,7 +54,10 @@ class Inbox:
         self._queue.put(Said(hello, channel, message))
 
     def signalled(self, number: int) -> None:
-        self._queue.put(number)
+        self._queue.put(Signal(number))
+
+    def signalled_for_workers(self, number: int) -> None:
+        self._queue.put(ForWorkers(number))
 
     def preempted(self) -> None:
         """This node is about to be taken away."""

@@ -6,12 +6,10 @@ import json
 import logging
 import os
 import shlex
-import signal
 import socket
 import sys
 import traceback
 import uuid
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +26,17 @@ from etc_agent.agent.processes.watchdog import start_watchdog
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.preemption import PreemptionProbe
 from etc_agent.agent.safety.preflight import check_node
-from etc_agent.agent.safety.signals import SignalReceived, deliver, ignore, interrupting, keep_handlers, parse_signals
+from etc_agent.agent.safety.signals import (
+    SignalReceived,
+    Signals,
+    deliver,
+    dropping,
+    heeded,
+    ignore,
+    interrupting,
+    keep_handlers,
+    parse_signals,
+)
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
 from etc_agent.errors import EtcError
@@ -51,12 +59,13 @@ _MAX_NAMES = 64
 def run_job(settings: JobSettings) -> int:
     """Run this node's part of the job. Returns the exit code for the shell; errors are one line on standard error."""
     _log_to_stderr()
-    handled = parse_signals(settings.launch_config.signals_to_handle)
+    handled = heeded(parse_signals(settings.launch_config.signals_to_handle))
+    forwarded = heeded(settings.forward_signals)
     keep_handlers()
     events = TorchEvents(settings.launch_config, settings.entrypoint)
     try:
-        with interrupting(handled), ExitStack() as stack:
-            agent = _assemble(settings, stack, handled, events)
+        with interrupting(handled), dropping(forwarded), ExitStack() as stack:
+            agent = _assemble(settings, stack, handled, forwarded, events)
             exit_code = agent.run()
         if exit_code > 128 and agent.was_signalled:
             events.agent_broken(f"stopped by a signal; exit code {exit_code}")
@@ -80,7 +89,7 @@ def run_job(settings: JobSettings) -> int:
 
 
 def _assemble(
-    settings: JobSettings, stack: ExitStack, handled: Sequence[signal.Signals], events: TorchEvents
+    settings: JobSettings, stack: ExitStack, handled: Signals, forwarded: Signals, events: TorchEvents
 ) -> NodeAgent:
     """Start everything in order; `stack` undoes it in reverse, whatever happens."""
     stack.callback(ignore, handled)
@@ -112,11 +121,12 @@ def _assemble(
     logs = NodeLogs(settings.launch_config.logs_specs, _log_folder(settings), settings.num_slots)
     agent = NodeAgent(
         settings, record, client, keys, mirror, membership, guardian, inbox, incarnation, run_folder,
-        logs, events, stores, _earlier_generation(mirror.snapshot(), keys, membership.key),
+        logs, events, stores, _earlier_generation(mirror.snapshot(), keys, membership.key), handled,
     )
     stack.callback(agent.close)
     stack.callback(ignore, handled)
     deliver(handled, inbox.signalled)
+    deliver(forwarded, inbox.signalled_for_workers)
     if (preemption := settings.preemption) is not None:
         stack.callback(PreemptionProbe(preemption.probe, preemption.every_s, inbox.preempted, guardian).close)
     return agent

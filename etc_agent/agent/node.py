@@ -7,13 +7,15 @@ import logging
 import signal
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
-from etc_agent.agent.inbox import Inbox, Item, Preempted, Said
+from etc_agent.agent.inbox import ForWorkers, Inbox, Item, Preempted, Said, Signal
 from etc_agent.agent.job_records import RecordReader
 from etc_agent.agent.leadership import Leadership, policy_of
+from etc_agent.agent.leaving import Leaving, Word
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import NodeLogs
 from etc_agent.agent.processes.starter import Starter
@@ -64,6 +66,7 @@ class NodeAgent:
         events: TorchEvents,
         stores: Stores,
         earlier_generation: int,
+        leave_signals: Collection[int],
     ) -> None:
         self._incarnation = incarnation
         self._settings, self._record = settings, record
@@ -71,7 +74,7 @@ class NodeAgent:
         self._client, self._keys, self._mirror, self._membership = client, keys, mirror, membership
         self._inbox, self._stores = inbox, stores
         self._reader = RecordReader(keys)
-        self._workers = LocalWorkers(record.name, guardian)
+        self._workers = LocalWorkers(record.name, guardian, leave_signals)
         self._hangs = HangWatch(settings.timeouts.hang_s)
         self._server = ControlServer(run_folder, self._said)
         self._starter = Starter(settings, record, logs, events, guardian, str(self._server.path))
@@ -81,9 +84,9 @@ class NodeAgent:
         self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
         self._election: Election | None = None
         self._acks: dict[int, Ack] = {}
-        self._signals: list[int] = []
-        self._drain_deadline_s = self._drain_deadline = float("inf")
-        self._is_stopping = self._is_preempted = False
+        self._leaving = Leaving()
+        self._idle_since = time.monotonic()
+        self._is_stopping = False
         self._reported = 0
         self._workers_reported = -1
 
@@ -95,13 +98,15 @@ class NodeAgent:
             records = self._reader.read(self._mirror.snapshot())
             self._heed_fence(records)
             self._workers.poll()
+            self._heed_signals(records)
             self._hangs.look(self._workers.all())
             if records.incarnation not in ("", self._incarnation) and not self._is_stopping:
                 logger.error("this job's run id %r has been taken over by a later run; stopping", self._settings.run_id)
                 self._stop_now()
-            if self._record.name in records.drains and self._drain_deadline == float("inf"):
+            if self._record.name in records.drains and not self._leaving.has_deadline:
                 asked_s = records.drains[self._record.name]
-                self._set_drain_deadline(self._settings.timeouts.drain_s if asked_s is None else asked_s)
+                limit_s = self._settings.timeouts.drain_s if asked_s is None else asked_s
+                self._leaving.be_gone_by(time.monotonic(), limit_s)
             self._report(records)
             self._renew_store(records)
             self._publish()
@@ -116,7 +121,7 @@ class NodeAgent:
     @property
     def was_signalled(self) -> bool:
         """Whether a signal told this node to leave."""
-        return bool(self._signals)
+        return bool(self._leaving.signals)
 
     @property
     def error_file(self) -> Path | None:
@@ -155,33 +160,41 @@ class NodeAgent:
             elif isinstance(item, Preempted):
                 logger.info("the preemption probe says that this node is taken away: its state is handed over")
                 grace_s = self._settings.preemption.grace_s if self._settings.preemption else None
-                self._is_preempted = True
+                self._leaving.is_preempted = True
                 self._leave(self._settings.timeouts.drain_s if grace_s is None else grace_s)
-            elif item is not None:
-                self._handle_signal(item)
-        if time.monotonic() >= self._drain_deadline and not self._is_stopping:
-            logger.error("the state was not handed over within %g s; stopping", self._drain_deadline_s)
+            elif isinstance(item, ForWorkers):
+                logger.info("%s is handed on to the workers", signal.Signals(item.number).name)
+                self._workers.send_signal(item.number)
+            elif isinstance(item, Signal):
+                self._handle_signal(item.number)
+        if time.monotonic() >= self._leaving.deadline and not self._is_stopping:
+            logger.error("the state was not handed over within %g s; stopping", self._leaving.limit_s)
             self._stop_now()
 
     def _handle_signal(self, number: int) -> None:
-        self._signals.append(number)
-        self._workers.stop_signal = number
         name = signal.Signals(number).name
-        if len(self._signals) > 1:
-            logger.warning("%s again: stopping now", name)
-            self._stop_now()
-            return
-        logger.info("%s: this node leaves the job; its state is handed over first (again to stop at once)", name)
-        self._leave(self._settings.timeouts.drain_s)
+        match self._leaving.take_signal(number, time.monotonic()):
+            case Word.LEAVE:
+                self._workers.stop_signal = number
+                what = "%s: this node leaves the job; its state is handed over first (again to stop at once)"
+                logger.info(what, name)
+                self._leave(self._settings.timeouts.drain_s)
+            case Word.STOP:
+                self._workers.stop_signal = number
+                logger.warning("%s again: stopping now", name)
+                self._stop_now()
 
-    def _leave(self, deadline_s: float) -> None:
-        """Tell the others that this node leaves, in `deadline_s` at the latest."""
-        self._set_drain_deadline(deadline_s)
+    def _leave(self, limit_s: float) -> None:
+        """Tell the others that this node leaves, in `limit_s` at the latest."""
+        self._leaving.be_gone_by(time.monotonic(), limit_s)
         self._become(replace(self._record, state=NodeState.DRAINING))
 
-    def _set_drain_deadline(self, seconds: float) -> None:
-        self._drain_deadline_s = seconds
-        self._drain_deadline = min(self._drain_deadline, time.monotonic() + seconds)
+    def _heed_signals(self, records: JobRecords) -> None:
+        """Where the signal to this node has ended workers too, their state is lost: the others start without it."""
+        if self._workers.heed_signals(is_leaving=self._is_leaving(records)):
+            logger.warning("workers have ended by the signal to this node before their state was handed over")
+            self._lost_up_to = records.current.next_id - 1
+            self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
 
     def _stop_now(self) -> None:
         self._is_stopping = True
@@ -315,12 +328,14 @@ class NodeAgent:
 
     def _ended(self, records: JobRecords) -> int | None:
         if self._workers.are_running:
+            self._idle_since = time.monotonic()
             return None
+        signals, has_finished = self._leaving.signals, self._has_finished(records)
         if self._is_stopping:
-            return 128 + self._signals[-1] if self._signals else 1
+            return 0 if has_finished else 128 + signals[-1] if signals else 1
         current = records.current
-        if current.outcome is Outcome.STOPPED and self._signals:
-            return 128 + self._signals[0]
+        if current.outcome is Outcome.STOPPED and signals:
+            return 128 + signals[0]
         if current.outcome is not Outcome.RUNNING:
             if current.outcome is not Outcome.SUCCEEDED and records.leader != self._record.name:
                 logger.error("the job %s: %s", current.outcome, current.why)
@@ -332,10 +347,33 @@ class NodeAgent:
                 logger.info("this node has left the job")
                 self._forget_drain(records)
                 return 0
+        return None if self._mirror.is_connected else self._ended_without_etcd(has_finished=has_finished)
+
+    def _ended_without_etcd(self, *, has_finished: bool) -> int | None:
+        """How this node ends where it has no workers, and nobody can tell it how the job has ended."""
+        timeouts, silent_s = self._settings.timeouts, time.monotonic() - self._mirror.last_heard_monotonic
+        waited_s = min(silent_s, time.monotonic() - self._idle_since)
+        if has_finished and (waited_s >= timeouts.end_s or self._leaving.is_told):
+            logger.warning("every worker of this node has finished, and etcd has not answered for %.0f s", silent_s)
+            return 0
+        if not has_finished and waited_s >= timeouts.join_s:
+            logger.error("this node has no workers, and etcd has not answered for %.0f s (timeouts.join_s)", silent_s)
+            return self._workers.exit_code or 1
         return None
 
+    def _has_finished(self, records: JobRecords) -> bool:
+        """Whether this node has workers, and all of them have run to their end."""
+        name, views = self._record.name, self._workers.views()
+        for generation_id in (records.current.committed, records.current.proposed):
+            generation = records.generations.get(generation_id)
+            if generation is None or self._workers.were_stopped(member.indices(name, generation)):
+                continue
+            if member.summarise(name, generation, records.generations, views, self._lost_up_to).finished:
+                return True
+        return False
+
     def _is_leaving(self, records: JobRecords) -> bool:
-        return bool(self._signals) or self._is_preempted or self._record.name in records.drains
+        return self._leaving.is_told or self._record.name in records.drains
 
     def _forget_drain(self, records: JobRecords) -> None:
         """The request is met; a later life of this node is not drained by it."""

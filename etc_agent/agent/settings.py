@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ class Timeouts:
     new worker process to say hello. `prepare_s`: for all workers to have a generation prepared. `switch_s`: from
     *armed* to the last worker's report. `drain_s`: for a draining node to hand over its state when no deadline is
     given. `hang_s`: a node on which no step ends for so long hangs; 0: none does. `shutdown_grace_s`: between SIGTERM
-    and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included.
+    and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included. `end_s`: for etcd to answer once all
+    workers of this node have finished; then the node ends by itself.
     """
 
     lease_s: float = 10.0
@@ -53,6 +55,7 @@ class Timeouts:
     hang_s: float = 1800.0
     shutdown_grace_s: float = 30.0
     etcd_s: float = 5.0
+    end_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,8 @@ class JobSettings:
     may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
     `node_rank`: only where the user gave one. `alike_failures`: so many failures alike before the first step end
     the job, 0 for never. `warm_spares`: whether idle slots hold processes that are ready to begin. `preflight`:
-    must pass before this node joins. `env`: added to every worker's environment.
+    must pass before this node joins. `forward_signals`: those that are handed on
+    to the workers. `env`: added to every worker's environment.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -132,6 +136,7 @@ class JobSettings:
     warm_spares: bool = True
     preflight: UserCommand | None = None
     preemption: Preemption | None = None
+    forward_signals: tuple[signal.Signals, ...] = ()
     monitor_interval_s: float = 0.1
     timeouts: Timeouts = field(default_factory=Timeouts)
     env: Mapping[str, str] = field(default_factory=dict)

@@ -116,6 +116,15 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class Signalled:
+    """This worker got the signal `number`, which tells a node to leave, and leaves it to its agent: that hands the
+    node's state over, or sends the signal again, which ends the worker."""
+
+    type: ClassVar[str] = "signalled"
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plain:
     """The script has made process groups of its own: it runs no session, and another size means a restart."""
 
@@ -215,12 +224,14 @@ class Committed:
 
 Message = (
     Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Heartbeat | Plain | Position | Raised
+    | Signalled
     | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
         Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Heartbeat, Plain, Position, Raised,
+        Signalled,
         Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed,
     )
 }

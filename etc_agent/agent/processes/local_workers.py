@@ -6,11 +6,13 @@ import logging
 import signal
 import time
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
+from etc_agent.agent.safety.signals import catches
 from etc_agent.control.channel import Channel, MessageTooLargeError
 from etc_agent.control.messages import (
     Described,
@@ -24,6 +26,7 @@ from etc_agent.control.messages import (
     Progress,
     Raised,
     Refused,
+    Signalled,
     Switched,
     shows_life,
 )
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _LAST_WORDS_S = 2.0
 """How long an ended worker's last messages are waited for."""
+_FOR_ALL_S = 2.0
+"""A signal to leave that a worker has got is taken to be for the whole node if the agent gets one within this time."""
 
 
 @dataclass(slots=True)
@@ -42,7 +47,8 @@ class LocalWorker:
     """One worker: its process and the state of the conversation with it.
 
     `life_at`: when it last said something that shows its main thread at work, in time.monotonic() seconds; 0 for one
-    that never did. `hang`: what is known of it if it hangs.
+    that never did. `hang`: what is known of it if it hangs. `fell_at`: when a signal to leave that we did not send has
+    ended it; `left_to_us`: such a signal that its session has left to us, and when.
     """
 
     slot: Slot
@@ -58,13 +64,18 @@ class LocalWorker:
     heartbeats: int = 0
     position: Position | None = None
     hang: Failure | None = None
+    fell_at: float = float("-inf")
+    left_to_us: tuple[int, float] | None = None
     life_at: float = 0.0
     in_session: bool = False
     is_plain: bool = False
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, once the process has ended and everything that it said has been read."""
+        """The exit code, once the process has ended, everything that it said has been read, and it is clear whether the
+        signal that ended it was for the whole node."""
+        if time.monotonic() - self.fell_at < _FOR_ALL_S:
+            return None
         if self.process.exit_code is None or self.channel is None or self.is_closed:
             return self.process.exit_code
         return self.process.exit_code if time.monotonic() - self.ended_at > _LAST_WORDS_S else None
@@ -102,10 +113,14 @@ class LocalWorker:
 
 
 class LocalWorkers:
-    """All workers of the node by slot index. Used from the agent's main thread only. `stop_signal`: what a worker that
-    has to end gets first; a signal that told this node to leave is passed on."""
+    """All workers of the node by slot index. Used from the agent's main thread only.
 
-    def __init__(self, node: str, guardian: Guardian) -> None:
+    `leave_signals`: those that tell this node to leave. `stop_signal`: what a worker that has to end gets first; a
+    signal that told this node to leave is passed on.
+    """
+
+    def __init__(self, node: str, guardian: Guardian, leave_signals: Collection[int] = ()) -> None:
+        self._leave_signals = frozenset(leave_signals)
         self._node = node
         self._guardian = guardian
         self._workers: dict[int, LocalWorker] = {}
@@ -129,6 +144,38 @@ class LocalWorkers:
                 worker.ended_at = time.monotonic()
                 self._guardian.forget_group(worker.process.pid)
                 worker.process.kill_group()
+                if worker.process.killed_by in self._leave_signals and not worker.process.is_stopping:
+                    worker.fell_at = worker.ended_at
+
+    def heed_signals(self, *, is_leaving: bool) -> bool:
+        """See to the signals to leave that workers have got and we have not sent: a scheduler signals all processes of
+        a job at once. `is_leaving`: whether this node was told to leave. Whether its workers are lost by that.
+
+        What a session has left to us is answered by the leave, or by sending it again, which ends the worker.
+        """
+        now, has_fallen = time.monotonic(), False
+        for worker in self._workers.values():
+            if worker.left_to_us is not None:
+                number, at = worker.left_to_us
+                if worker.process.is_stopping or (not is_leaving and now - at > _FOR_ALL_S):
+                    worker.left_to_us = None
+                    worker.process.send_signal(number)
+            if is_leaving and now - worker.fell_at < _FOR_ALL_S:
+                worker.fell_at = float("-inf")
+                worker.process.excuse()
+                has_fallen = True
+        return has_fallen
+
+    def send_signal(self, number: int) -> None:
+        """Send `number` to every worker that has a handler for it; it would end the others."""
+        for worker in self._workers.values():
+            if worker.process.exit_code is not None:
+                continue
+            if catches(worker.process.pid, number):
+                worker.process.send_signal(number)
+            else:
+                name = signal.Signals(number).name
+                logger.warning("worker %s has no handler for %s, which would end it; it is left out", worker.slot, name)
 
     def stop(self, index: int, grace_s: float, *, after_s: float = 0.0) -> None:
         worker = self._workers[index]
@@ -145,6 +192,16 @@ class LocalWorkers:
         failed = {failure: worker for worker in self._workers.values() if (failure := worker.view().failure)}
         cause = first_cause(failed)
         return failed[cause].process.error_file if cause else None
+
+    @property
+    def exit_code(self) -> int:
+        """That of the worker that most likely made the others fail; 0 where none has failed."""
+        cause = first_cause(failure for worker in self._workers.values() if (failure := worker.view().failure))
+        return cause.exit_code if cause else 0
+
+    def were_stopped(self, indices: Collection[int]) -> bool:
+        """Whether we made the last worker in one of these slots end."""
+        return any(worker.process.is_stopping for index, worker in self._workers.items() if index in indices)
 
     @property
     def are_running(self) -> bool:
@@ -202,6 +259,8 @@ class LocalWorkers:
                 worker.reports[message.type][message.generation] = message
             case Progress():
                 worker.progress = message
+            case Signalled(number):
+                worker.left_to_us = (number, time.monotonic())
             case Heartbeat(count):
                 worker.heartbeats = count
             case Raised():

@@ -43,12 +43,13 @@ class WorkerProcess:
         self._events = events
         self.pid: int = context.pids()[0]
         self.exit_code: int | None = None
-        self._killed_by = 0
+        self.killed_by = 0
         self.raised: Raised | None = None
         self._term_at: float | None = None
         self._kill_at = float("inf")
         self._stop_signal: int = signal.SIGTERM
         self._is_asked = False
+        self._is_excused = False
         self._error_file = ""
 
     @classmethod
@@ -108,7 +109,7 @@ class WorkerProcess:
                 failure = result.failures.get(0)
                 code = failure.exitcode if failure else 0
                 self.exit_code = 128 - code if code < 0 else code
-                self._killed_by = max(-code, 0)
+                self.killed_by = max(-code, 0)
                 self._error_file = self._context.error_files[0]
                 self._tee.close()
                 if code and (full := full_folder(self._context)) is not None:
@@ -125,9 +126,21 @@ class WorkerProcess:
         exit by itself), SIGKILL `grace_s` later. A repeated call can only make it sooner."""
         self._stop_signal = number
         at = time.monotonic() + after_s
-        if self._term_at is None or at < self._term_at:
-            self._term_at, self._kill_at = at, at + grace_s
+        self._term_at = at if self._term_at is None else min(self._term_at, at)
+        self._kill_at = min(self._kill_at, at + grace_s)
         self._signal_if_due()
+
+    def excuse(self) -> None:
+        """It has ended because of what was said to its whole node, and that is no failure of its own."""
+        self._is_excused = True
+
+    def send_signal(self, number: int) -> None:
+        """To the process alone, not to its children."""
+        if self.exit_code is None:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                pass
 
     @property
     def is_stopping(self) -> bool:
@@ -147,10 +160,10 @@ class WorkerProcess:
 
     def failure(self, slot: str) -> Failure | None:
         """Why it ended, or None where it runs, ended well or was told to."""
-        if not self.exit_code or self.is_stopping:
+        if not self.exit_code or self.is_stopping or self._is_excused:
             return None
-        if self._killed_by and not self.raised:
-            name = _signal_name(self._killed_by)
+        if self.killed_by and not self.raised:
+            name = _signal_name(self.killed_by)
             return Failure(slot, FailureKind.KILLED, self.exit_code, f"pid {self.pid} was killed by {name}")
         raised = self.raised or _recorded(self._error_file)
         if raised is None:

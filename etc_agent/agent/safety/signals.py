@@ -1,16 +1,23 @@
-"""The signals that end or drain this node's part of the job: torchrun's ``--signals-to-handle``."""
+"""The signals that this node's agent takes: those that end or drain its part of the job (torchrun's
+``--signals-to-handle``), and those that it hands on to its workers (``--forward-signals``)."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from etc_agent.errors import EtcError
 
+logger = logging.getLogger(__name__)
+
 _UNSENT = "SIGRTMAX"
+
+Signals = tuple[signal.Signals, ...]
 
 
 class SignalReceived(Exception):
@@ -21,7 +28,7 @@ class SignalReceived(Exception):
         self.number = number
 
 
-def parse_signals(names: str, source: str = "--signals-to-handle") -> tuple[signal.Signals, ...]:
+def parse_signals(names: str, source: str = "--signals-to-handle") -> Signals:
     """``SIGTERM,SIGUSR1`` as signals. `source`: where they were given, for the error.
 
     Raises:
@@ -39,6 +46,19 @@ def parse_signals(names: str, source: str = "--signals-to-handle") -> tuple[sign
     return tuple(dict.fromkeys(found))
 
 
+def heeded(numbers: Signals) -> Signals:
+    """Those of `numbers` that this process is to act on.
+
+    Not SIGHUP where it was ignored from the start: ``nohup`` does that, so that the job outlives its terminal, and
+    workers inherit it. None in a thread other than the main one, where Python cannot set handlers.
+    """
+    if numbers and threading.current_thread() is not threading.main_thread():
+        logger.warning("this job runs in a thread, so signals do what the program made them do, and drain no node")
+        return ()
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in numbers if number is not signal.SIGHUP or not is_ignored)
+
+
 def keep_handlers() -> None:
     """torchelastic puts handlers of its own in place of ours whenever it starts a worker; let it do so for a signal
     that nobody sends. Workers get the true list in their environment."""
@@ -52,12 +72,26 @@ def interrupting(numbers: Iterable[signal.Signals]) -> Iterator[None]:
     def interrupt(number: int, _: object) -> None:
         raise SignalReceived(number)
 
-    before = {number: signal.signal(number, interrupt) for number in numbers}
+    with _restored(numbers, interrupt):
+        yield
+
+
+@contextmanager
+def dropping(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Inside, each of the signals does nothing, until it is delivered somewhere. Programs that are started do not
+    inherit that."""
+    with _restored(numbers, lambda *_: None):
+        yield
+
+
+@contextmanager
+def _restored(numbers: Iterable[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 def deliver(numbers: Iterable[signal.Signals], to: Callable[[int], None]) -> None:
@@ -70,3 +104,13 @@ def ignore(numbers: Iterable[signal.Signals]) -> None:
     """While things are taken down in order; what hangs is bounded by timeouts, and the guardian has the last word."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether process `pid` has a handler for the signal, or ignores it: else the signal would end it."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    except OSError:
+        return False
+    return bool((int(fields["SigCgt"], 16) | int(fields["SigIgn"], 16)) >> (number - 1) & 1)
