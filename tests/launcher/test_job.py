@@ -60,7 +60,7 @@ def test_one_number_of_nodes_is_both_bounds(tmp_path: Path) -> None:
     [
         ("comand: x", "comand: unknown field; did you mean command?"),
         ("rendezvous: {endpont: []}", "rendezvous.endpont: unknown field; did you mean endpoints?"),
-        ("timeouts: {zzz: 1}", "timeouts.zzz: unknown field; known: drain_s, etcd_s,"),
+        ("timeouts: {zzz: 1}", "timeouts.zzz: unknown field; known: drain_s, end_s, etcd_s,"),
         ("nodes: {min: 3, max: 2}", "nodes: min 3 is above max 2"),
         ("nodes: {mim: 1}", "nodes.mim: unknown field; did you mean min?"),
         ("nodes: {min: one}", "nodes.min: expected an integer, got 'one'"),
