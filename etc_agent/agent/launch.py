@@ -43,6 +43,7 @@ from etc_agent.errors import EtcError
 from etc_agent.places import socket_folder
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import NodeRecord
+from etc_agent.rendezvous.addresses import LOOPBACK, node_name, reachable_address
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import NameTakenError
 from etc_agent.rendezvous.keys import JobKeys
@@ -111,8 +112,8 @@ def _assemble(
     inbox = Inbox()
     mirror = Mirror(client, keys.root, inbox.changed)
     stack.callback(mirror.close)
-    stores = Stores()
-    address = settings.local_addr or ("127.0.0.1" if settings.standalone else socket.getfqdn())
+    address = settings.local_addr or (LOOPBACK if settings.standalone else reachable_address(etcd.endpoints))
+    stores = Stores(address)
     record, membership = _register(settings, client, keys, address, stores.port)
     stack.callback(membership.close)
     mirror.wait_for(lambda snapshot: membership.key in snapshot, settings.timeouts.etcd_s)
@@ -143,7 +144,7 @@ def _register(
     settings: JobSettings, client: EtcdClient, keys: JobKeys, address: str, store_port: int
 ) -> tuple[NodeRecord, Membership]:
     """Enter the job under a name that no live node has."""
-    wanted = settings.local_addr or socket.gethostname()
+    wanted = node_name(settings.local_addr or socket.gethostname())
     for number in range(1, _MAX_NAMES + 1):
         name = wanted if number == 1 else f"{wanted}-{number}"
         record = NodeRecord(

@@ -7,18 +7,21 @@ processes that are gone waits for them in vain. So each fresh generation meets a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from etc_agent.torch_store import serve_store
+
+_TIMEOUT_S = 60.0
 _NUM_KEPT = 3
 """Workers that are being stopped may still speak to the store of their generation."""
 
 
 class Stores:
-    """The stores that this agent hosts, the newest of which is published in its node's record."""
+    """The stores that this agent hosts at `address`, the newest of which is published in its node's record."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._stores: dict[int, TCPStore] = {}
         self.open()
 
@@ -29,7 +32,7 @@ class Stores:
 
     def open(self, in_use: Iterable[int] = ()) -> int:
         """Open a store on a free port, which is returned; close old ones, except those on the ports `in_use`."""
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        store = serve_store(self._address, _TIMEOUT_S)
         self._stores[store.port] = store
         needed = {*in_use, *list(self._stores)[-_NUM_KEPT:]}
         self._stores = {port: store for port, store in self._stores.items() if port in needed}

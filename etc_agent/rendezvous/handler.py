@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import secrets
 import sys
 import threading
@@ -34,14 +33,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from etc_agent.rendezvous.addresses import node_name, reachable_address
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import AmbiguousError, EtcdError, EtcdUnavailable
 from etc_agent.rendezvous.keys import DEFAULT_PREFIX, JobKeys
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
 from etc_agent.rendezvous.roster import Ending, Node, Roster, View, next_roster, num_nodes_waiting
-from etc_agent.rendezvous.torchrun_settings import Settings, client_from_config, outward_address
+from etc_agent.rendezvous.torchrun_settings import Settings, client_from_config
 from etc_agent.rendezvous.values import Compare, Put
+from etc_agent.torch_store import serve_store
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def create_handler(params: RendezvousParameters) -> EtcdV3RendezvousHandler:
     keys = JobKeys(params.run_id, params.get("prefix", DEFAULT_PREFIX))
     settings = Settings.from_config(params.min_nodes, params.max_nodes, params.config)
     client = client_from_config(params.endpoint, params.config)
-    address = params.local_addr or outward_address(client.endpoints[0])
+    address = params.local_addr or reachable_address(client.endpoints)
     try:
         return EtcdV3RendezvousHandler(client, keys, settings, address)
     except EtcdUnavailable as error:
@@ -85,7 +86,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     def __init__(self, client: EtcdClient, keys: JobKeys, settings: Settings, address: str) -> None:
         self._client, self._keys, self._settings = client, keys, settings
         self._address = address
-        self._name = f"{re.sub(r'[^A-Za-z0-9.-]', '-', address).lstrip('.-') or 'node'}-{secrets.token_hex(6)}"
+        self._name = f"{node_name(address)}-{secrets.token_hex(6)}"
         self._lock = threading.Lock()
         self._known_newcomers: frozenset[str] = frozenset()
         self._last_arrival = time.monotonic()
@@ -175,7 +176,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     def _arrive(self, deadline: float) -> int:
         """Say that we wait, and where our fresh store is. Returns the generation after which we wait."""
         if self._unused_server is None:
-            self._unused_server = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            self._unused_server = serve_store(self._address, _STORE_TIMEOUT_S)
         waits_after = self._view().roster.generation
         node = self._node(self._unused_server.port, waits_after).to_json()
         while True:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 from etc_agent.rendezvous.client import EtcdClient, Tls
 from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.transport import parse_endpoint
 
 log = logging.getLogger(__name__)
 
@@ -82,19 +80,6 @@ def client_from_config(endpoint: str, config: Mapping[str, Any]) -> EtcdClient:
         password=None if user is None else _password(config),
         timeout_s=_whole(config, "read_timeout", 5, 1),
     )
-
-
-def outward_address(endpoint: str) -> str:
-    """The address of the interface that leads to etcd; where that is this host itself, the host's full name."""
-    host, _, port = parse_endpoint(endpoint)[0].rpartition(":")
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing: it only looks up the route
-            address = str(probe.getsockname()[0])
-    except OSError:
-        return socket.getfqdn()
-    return socket.getfqdn() if address.startswith("127.") or address == "::1" else address
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int, least: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import EtcRun, standalone
+from running import TINY_JOB, EtcRun, etcd_of, standalone, wait_for_more_steps, wait_for_step, wait_for_workers
+
+from etc_agent.rendezvous.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 
@@ -79,3 +82,31 @@ def test_a_low_limit_of_open_files_that_may_be_raised_is_raised(tmp_path: Path, 
     prefix = ("sh", "-c", 'ulimit -S -n 64 && exec "$@"', "sh")
     job = cleanup(EtcRun("--standalone", "--nproc-per-node", "2", written(tmp_path, WORK), cwd=tmp_path, prefix=prefix))
     assert job.wait() == 0
+
+
+def test_a_job_changes_size_at_an_ipv6_address(tmp_path: Path, cleanup: Cleanup) -> None:
+    options = ("--local-addr", "::1", "--parallel", "PP1TP1DP1")
+    job = cleanup(standalone(tmp_path, TINY_JOB, tmp_path, 100_000, 0.05, "{}", slots=2, options=options))
+    etcd = etcd_of(job)
+    wait_for_step(tmp_path, 2)
+    etcd.scale("2")
+    etcd.reply_to("2", "done")
+    wait_for_workers(tmp_path, 2)
+    wait_for_more_steps(tmp_path, 3)
+    assert etcd.get("nodes/0::1")["address"] == "::1"
+    job.send(signal.SIGTERM)
+    assert job.wait() == 143
+    job.assert_nothing_left()
+
+
+def test_nodes_whose_own_name_does_not_resolve_find_each_other(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    prefix = ("unshare", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh")
+    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no host names of our own here: {tried.stderr.strip()}")
+    arguments = ("--nnodes", 2, "--rdzv-id", "job", "--etcd-endpoints", etcd_server.endpoint, written(tmp_path, WORK))
+    nodes = [cleanup(EtcRun(*arguments, cwd=tmp_path, prefix=prefix)) for _ in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0]
+    assert {line for node in nodes for line in node.lines if line.startswith("rank")} == {"rank 0", "rank 1"}

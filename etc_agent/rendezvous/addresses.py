@@ -1,0 +1,86 @@
+"""Where other nodes reach this one, and listening there and nowhere else."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Iterator
+
+from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.transport import parse_endpoint
+
+LOOPBACK = "127.0.0.1"
+_OUTSIDE = ("198.51.100.1:9", "[2001:db8::1]:9")
+"""Addresses kept for documentation (RFC 5737, RFC 3849): the way there is the way out of this host."""
+_BACKLOG = 4096
+
+
+def reachable_address(endpoints: Iterable[str]) -> str:
+    """The address of the interface that leads to etcd at `endpoints`, since the other nodes reach etcd too.
+
+    Where that is this very host: the address that this host's name stands for, else that of the interface which leads
+    outside; loopback addresses come last. A name is never taken: others may not be able to resolve it.
+    """
+    found = (address for address in _candidates(endpoints) if not _is_loopback(address))
+    return next(found, LOOPBACK)
+
+
+def _candidates(endpoints: Iterable[str]) -> Iterator[str]:
+    yield from filter(None, map(_source_towards, endpoints))
+    yield from (address for _, address in _resolved(socket.gethostname()) if _is_own(address))
+    yield from filter(None, map(_source_towards, _OUTSIDE))
+
+
+def node_name(address: str) -> str:
+    """`address` as a node is called in etcd's keys, where not every character can be."""
+    name = re.sub(r"[^A-Za-z0-9._:@-]", "-", address)[:120]
+    return name if name[:1].isalnum() else f"0{name}"  # an IPv6 address may begin with a zero as well
+
+
+def listen_at(host: str) -> socket.socket | None:
+    """A socket that listens on a free port of the address that `host` stands for; None where this host has no such
+    address (behind NAT, say), so that only listening everywhere will do."""
+    for family, address in _resolved(host):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind((address, 0))
+            listener.listen(_BACKLOG)
+            return listener
+        except OSError:
+            listener.close()
+    return None
+
+
+def _source_towards(endpoint: str) -> str | None:
+    """The address of the interface that leads to `endpoint`; None where none does, or it is no TCP endpoint."""
+    if endpoint.startswith("unix:"):
+        return None
+    try:
+        host, _, port = parse_endpoint(endpoint)[0].rpartition(":")
+        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing: it only looks up the route
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError, EtcdError):
+        return None
+
+
+def _resolved(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return [(family, str(target[0])) for family, _, _, _, target in found]
+
+
+def _is_own(address: str) -> bool:
+    listener = listen_at(address)
+    if listener is None:
+        return False
+    listener.close()
+    return True
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
