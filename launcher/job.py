@@ -175,6 +175,7 @@ class TimeoutsSection(Section):
     shutdown_grace_s: Seconds | None = None
     etcd_s: Seconds | None = None
     end_s: Seconds | None = None
+    retry_s: Seconds | None = None
 
 
 def _command_only(value: Any) -> Any:

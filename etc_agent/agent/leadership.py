@@ -10,6 +10,8 @@ from dataclasses import replace
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.settings import JobSettings
 from etc_agent.control import messages
+from etc_agent.control.causes import ErrorKind
+from etc_agent.errors import one_line
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.errors import PlanError
 from etc_agent.reconfig.fencing import Fencing
@@ -41,6 +43,7 @@ class Leadership:
         self._node, self._policy = node, policy
         self._client, self._keys, self._workers = client, keys, workers
         self._descriptions: dict[ParallelConfig, Layout | str] = {}
+        self._undescribed: dict[ParallelConfig, tuple[str, float]] = {}
         self._asked: dict[ParallelConfig, float] = {}
         self._writer: FencedWriter | None = None
         self._mandate: Mandate | None = None
@@ -54,17 +57,27 @@ class Leadership:
         change, leader or not."""
         now = time.monotonic()
         self._observer = self._observer.observe(records, now)
-        return self._observer.view(self._policy, records, self._descriptions, now, connected_s)
+        recent = {c: why for c, (why, at) in self._undescribed.items() if now - at < self._policy.retry_s}
+        return self._observer.view(self._policy, records, self._descriptions, now, connected_s, recent)
 
     def may_lead(self, records: JobRecords, patience_s: float) -> bool:
         """Whether this node should stand for the lead; see `Observer.may_lead`."""
         return self._observer.may_lead(self._node, records, time.monotonic(), patience_s)
 
     def learn(self, described: messages.Described) -> None:
-        """A worker's answer to a question of ours."""
-        config = ParallelConfig.parse(described.config)
-        layout = described.layout
-        self._descriptions[config] = decode_layout(layout) if layout is not None else described.error or "refused"
+        """A worker's answer to a question of ours. Only a layout and the model's own refusal hold for ever."""
+        try:
+            config = ParallelConfig.parse(described.config)
+            layout = decode_layout(described.layout) if described.layout is not None else None
+        except (ValueError, LookupError, TypeError) as error:
+            logger.error("a worker's answer about %s was left out: %s", described.config, one_line(error))
+            return
+        if layout is None and described.kind is not ErrorKind.MODEL:
+            logger.warning("no worker can say the layout of %s: %s", config, described.error)
+            self._undescribed[config] = (described.error, time.monotonic())
+            self._asked.pop(config, None)
+        else:
+            self._descriptions[config] = layout if layout is not None else described.error or "refused"
 
     def lead(self, election: Election, records: JobRecords, view: View) -> float:
         """Decide and act once. Returns in how many seconds to look again if nothing changes."""
@@ -182,6 +195,7 @@ def policy_of(settings: JobSettings) -> Policy:
         lost_s=timeouts.lease_s + 2,
         fence_s=Fencing(timeouts.lease_s).fence_s,
         below_min_s=timeouts.join_s,
+        retry_s=timeouts.retry_s,
     )
 
 

@@ -42,7 +42,8 @@ class Timeouts:
     *armed* to the last worker's report. `drain_s`: for a draining node to hand over its state when no deadline is
     given. `hang_s`: a node on which no step ends for so long hangs; 0: none does. `shutdown_grace_s`: between SIGTERM
     and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included. `end_s`: for etcd to answer once all
-    workers of this node have finished; then the node ends by itself.
+    workers of this node have finished; then the node ends by itself. `retry_s`: after a change went
+    wrong for a reason that may pass, until it is tried again; twice as long after each further time.
     """
 
     lease_s: float = 10.0
@@ -56,6 +57,7 @@ class Timeouts:
     shutdown_grace_s: float = 30.0
     etcd_s: float = 5.0
     end_s: float = 30.0
+    retry_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from etc_agent.control.causes import ErrorKind
 class Hello:
     """First on every connection: this worker runs a session and can change in place.
 
-    `local_rank` is its slot's index; `generation` the one it was started for. `in_session`: False for a script that
-    only sends signs of life.
+    `local_rank` is its slot's index; `generation` the one it was started for, `step` the first that it runs there.
+    `in_session`: False for a script that only sends signs of life.
     """
 
     type: ClassVar[str] = "hello"
@@ -31,6 +31,7 @@ class Hello:
     pid: int
     generation: int
     in_session: bool = True
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

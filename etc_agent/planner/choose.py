@@ -36,18 +36,44 @@ def choose_config(
     if num_slots < 1:
         raise NoConfigError(f"{num_slots} slots: a job needs at least one")
     refused: list[str] = []
-    too_large = 0
     for num_ranks in range(num_slots, 0, -1):
-        of_size = [config for config in allowed if config.num_ranks == num_ranks] if allowed is not None else None
-        options = sorted(of_size if of_size is not None else every_config(num_ranks), key=_order(current))
-        for config in options:
-            reason = feasible(config)
-            if reason is None:
-                return config
-            refused.append(f"{config}: {reason}")
-    if allowed is not None:
-        too_large = sum(config.num_ranks > num_slots for config in allowed)
+        config = _first_feasible(num_ranks, allowed, current, feasible, refused)
+        if config is not None:
+            return config
+    too_large = sum(config.num_ranks > num_slots for config in allowed) if allowed is not None else 0
     raise NoConfigError(f"no parallel config fits {num_slots} slots; {_why(refused, too_large)}")
+
+
+def choose_exactly(
+    num_ranks: int, allowed: Sequence[ParallelConfig] | None, current: ParallelConfig | None, *, feasible: Feasible
+) -> ParallelConfig:
+    """The feasible config with just `num_ranks` ranks; `choose_config` says which of several.
+
+    Raises:
+        NoConfigError: there is none.
+    """
+    refused: list[str] = []
+    config = _first_feasible(num_ranks, allowed, current, feasible, refused)
+    if config is None:
+        raise NoConfigError(f"no parallel config has exactly {num_ranks} workers; {_why(refused, 0)}")
+    return config
+
+
+def _first_feasible(
+    num_ranks: int,
+    allowed: Sequence[ParallelConfig] | None,
+    current: ParallelConfig | None,
+    feasible: Feasible,
+    refused: list[str],
+) -> ParallelConfig | None:
+    """The best feasible config of one size; why the others are not is added to `refused`."""
+    options = every_config(num_ranks) if allowed is None else [each for each in allowed if each.num_ranks == num_ranks]
+    for config in sorted(options, key=_order(current)):
+        reason = feasible(config)
+        if reason is None:
+            return config
+        refused.append(reason if reason.startswith(f"{config}:") else f"{config}: {reason}")
+    return None
 
 
 def every_config(num_ranks: int) -> list[ParallelConfig]:

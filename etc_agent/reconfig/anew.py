@@ -8,6 +8,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Placement, Topology
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.reconfig.failures import GiveUp, StartAnew, Verdict, below_min, judge, names
+from etc_agent.reconfig.given_up import only_of_the_model
 from etc_agent.reconfig.records import Ack, History, Outcome, Phase, Reply, Result
 from etc_agent.reconfig.sizing import is_met, target
 from etc_agent.reconfig.view import Decision, View, Wait, Write, is_used, store_of
@@ -18,7 +19,8 @@ SIGTERM_EXIT_CODE = 143
 
 def start_anew(view: View, reason: str) -> Decision:
     """Start every worker anew on the usable nodes."""
-    current = view.current
+    current = only_of_the_model(view.current)
+    view = replace(view, current=current)
     try:
         config = target(view, parse_wanted(current.wanted))
     except NoConfigError as error:

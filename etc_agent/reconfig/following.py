@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.anew import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed
 from etc_agent.reconfig.failures import names, without
-from etc_agent.reconfig.records import Ack, History, Outcome, Phase, Reply, Result, first_cause, slowest
+from etc_agent.reconfig.given_up import announced, forgetting, with_refusal
+from etc_agent.reconfig.records import (
+    Ack,
+    History,
+    Outcome,
+    Phase,
+    Refusal,
+    Reply,
+    Result,
+    first_cause,
+    first_refusal,
+    slowest,
+)
+from etc_agent.reconfig.requests import met
 from etc_agent.reconfig.sizing import is_met
 from etc_agent.reconfig.view import Decision, View, Wait, Write
 from etc_agent.reconfig.wanted import parse_wanted
@@ -38,10 +52,9 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
     if armed:
         if (missing := view.lost(nodes)) and (decision := carry_out(view, without(view, missing))) is not None:
             return decision
-        if refusals := [ack for ack in new if ack.refused]:
+        if any(ack.refusal for ack in new):
             # The migration was voted down, so nobody is in the new generation and nobody will be.
-            why = f"{refusals[0].node}: {refusals[0].refused}"
-            return _withdraw(view, proposed, f"{joiner.slot}: {joiner.error}" if joiner else why, give_up=True)
+            return _refused(view, proposed, new)
         if view.phase_s >= view.policy.switch_s:
             if joiner and (decision := lost_or_failed(view, committed, old + new)) is not None:
                 return decision
@@ -53,39 +66,53 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
 
 
 def _prepare(view: View, committed: Generation, proposed: Generation, old: list[Ack], new: list[Ack]) -> Decision:
-    for ack in new:
-        if ack.refused:
-            return _withdraw(view, proposed, f"{ack.node} cannot take part: {ack.refused}", give_up=True)
-        if ack.failure:
-            return _withdraw(view, proposed, f"{ack.failure.slot}: {ack.failure.error}", give_up=True)
+    if any(ack.refusal or ack.failure for ack in new):
+        return _refused(view, proposed, new)
     if any(ack.finished for ack in old):
-        return _withdraw(view, proposed, "the job is finishing", give_up=True)
+        return _withdraw(view, proposed, "the job is finishing")
     gone = [node for node in proposed.nodes if node not in view.live or node in view.leaving]
     gone += [ack.node for ack in new if ack.lost]
     if gone:
-        return _withdraw(view, proposed, f"{names(gone)} left before it was ready", give_up=False)
+        return _withdraw(view, proposed, f"{names(gone)} left before it was ready")
     digests = {ack.prepared for ack in new}
     if "" not in digests:
         if len(digests) > 1:
-            return _withdraw(view, proposed, "the workers computed different migration plans", give_up=True)
+            different = "the workers computed different migration plans"
+            return _give_up(view, proposed, Refusal(str(proposed.placement[0]), ErrorKind.RAISED, different))
         return Write(replace(view.current, phase=Phase.ARMED))
     if view.phase_s >= view.policy.prepare_s:
         slow = [ack.node for ack in new if not ack.prepared]
         why = f"{names(slow)} was not ready within {view.policy.prepare_s:g} s (timeouts.prepare_s)"
-        return _withdraw(view, proposed, why, give_up=True)
+        first = next(slot for slot in (*proposed.placement, *committed.placement) if slot.node == slow[0])
+        return _give_up(view, proposed, Refusal(str(first), ErrorKind.RAISED, why))
     return Wait(view.policy.prepare_s - view.phase_s)
 
 
-def _withdraw(view: View, proposed: Generation, why: str, *, give_up: bool) -> Write:
-    """Drop the proposed generation. With `give_up`, whoever wanted it is told no; else it is tried again."""
+def _refused(view: View, proposed: Generation, acks: list[Ack]) -> Decision:
+    """Somebody cannot take part. A worker that only lost another is given time for that other's own word."""
+    refusals = [ack.refusal for ack in acks if ack.refusal] + [Refusal.of(ack.failure) for ack in acks if ack.failure]
+    cause = first_refusal(refusals)
+    assert cause is not None
+    patience_s = 0.0 if cause.kind in (ErrorKind.MODEL, ErrorKind.RAISED) else view.policy.blame_s
+    if view.refused_s < patience_s:
+        return Wait(patience_s - view.refused_s)
+    return _give_up(view, proposed, cause)
+
+
+def _give_up(view: View, proposed: Generation, cause: Refusal) -> Write:
+    """Drop the proposed generation because of what it is; its config is tried again later, if ever."""
+    given_up = replace(view, current=with_refusal(view, proposed.config, cause))
+    return _withdraw(given_up, proposed, f"{cause}{announced(given_up, proposed.config)}")
+
+
+def _withdraw(view: View, proposed: Generation, why: str) -> Write:
+    """Drop the proposed generation, and say so to whoever asked for it. Whether the request can still be met is decided
+    once nothing is on its way."""
     current = replace(view.current, proposed=0, phase=Phase.IDLE)
     history = History(proposed.id, str(proposed.config), proposed.previous, proposed.reason, "withdrawn", why)
     reply = None
-    if give_up:
-        if current.pending_scale:
-            reply = Reply(current.wanted, current.pending_scale, Result.REFUSED, why, proposed.id)
-            current = replace(current, wanted=current.wanted_before, pending_scale=0)
-        current = replace(current, avoid=tuple(dict.fromkeys((*current.avoid, str(proposed.config)))))
+    if current.pending_scale:
+        reply = Reply(current.wanted, current.pending_scale, Result.PENDING, why, proposed.id)
     return Write(current, reply=reply, history=history)
 
 
@@ -98,6 +125,7 @@ def _commit(view: View, committed: Generation, proposed: Generation, acks: list[
         phase=Phase.IDLE,
         unreported=not proposed.is_held,
         wanted_before=view.current.wanted,
+        given_up=forgetting(view.current, proposed.config).given_up,
     )
     history = History(
         proposed.id, str(proposed.config), committed.id, proposed.reason, "committed",
@@ -109,8 +137,7 @@ def _commit(view: View, committed: Generation, proposed: Generation, acks: list[
     )
     reply = None
     if current.pending_scale and is_met(view, parse_wanted(current.wanted), proposed):
-        message = f"the job runs as {proposed.config} from step {history.step}"
-        reply = Reply(current.wanted, current.pending_scale, Result.DONE, message, proposed.id)
+        reply = met(view, proposed, f"the job runs as {proposed.config} from step {history.step}")
         current = replace(current, pending_scale=0)
     return Write(current, reply=reply, history=history)
 

@@ -20,13 +20,22 @@ from etc_agent.planner.placement import place
 from etc_agent.reconfig.anew import SIGTERM_EXIT_CODE, end, lost_or_failed, roles_of, start_anew, store_on
 from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.following import follow, stop_time
-from etc_agent.reconfig.records import Current, Outcome, Phase, Reply, Request, Result
-from etc_agent.reconfig.sizing import NotDescribed, check, impossible, in_session, is_met, meeting, target
+from etc_agent.reconfig.given_up import only_of_the_model, retry_in_s, with_refusal
+from etc_agent.reconfig.records import Current, Outcome, Phase, Refusal, Reply, Request, Result, first_refusal
+from etc_agent.reconfig.requests import is_starting, met
+from etc_agent.reconfig.sizing import (
+    NotDescribed,
+    PutOffError,
+    check,
+    impossible,
+    in_session,
+    is_met,
+    meeting,
+    target,
+)
 from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
 from etc_agent.reconfig.wanted import parse_wanted
 
-_ASK_AGAIN_S = 10.0
-"""After workers have refused to train on in the config that they hold."""
 _MOST_SHOWN = 200
 """Characters of a request that are repeated to whoever made it."""
 
@@ -69,13 +78,29 @@ def _start(view: View) -> Decision:
     return start_anew(view, "start")
 
 
-def _without(view: View, committed: Generation, refusal: str) -> Decision:
-    """The model has refused the config it was started with: try another, unless just that one was asked for."""
-    if parse_wanted(view.current.wanted) == committed.config:
-        return end(view, Outcome.FAILED, 1, refusal)
-    avoid = (*view.current.avoid, str(committed.config))
+def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
+    """The model has refused the config it was started with: start with another, unless just that one was asked for.
+
+    The workers of `committed` are still there and are asked about the next candidate, so that no other is started in
+    vain.
+    """
+    wanted = parse_wanted(view.current.wanted)
+    if wanted == committed.config:
+        return end(view, Outcome.FAILED, 1, refusal.error)
+    acks = [view.ack(committed.id, node) for node in committed.nodes]
+    are_all_there = not any(ack.failure for ack in acks) and not view.lost(committed.nodes)
+    if are_all_there and not in_session(view) and view.phase_s < view.policy.start_s:
+        return Wait(view.policy.start_s - view.phase_s)
     # Nothing of that generation is worth staying with.
-    return start_anew(replace(view, current=replace(view.current, avoid=avoid, committed=0)), refusal)
+    current = replace(with_refusal(view, committed.config, refusal), committed=0)
+    anew = replace(view, current=current)
+    try:
+        candidate = target(anew, wanted)
+    except NoConfigError:
+        return start_anew(anew, refusal.error)
+    if candidate not in view.descriptions and candidate not in view.undescribed and in_session(view):
+        raise NotDescribed(candidate)
+    return start_anew(anew, f"the model refuses the config before: {refusal.error}")
 
 
 # ---- a committed generation, nothing on its way -------------------------------------------------------------------
@@ -87,8 +112,8 @@ def _steady(view: View, committed: Generation) -> Decision:
         return end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
     if not view.usable:
         return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
-    if committed.is_fresh and (refusals := [ack.refused for ack in acks if ack.refused]):
-        return _without(view, committed, refusals[0])
+    if committed.is_fresh and (refusal := first_refusal(ack.refusal for ack in acks if ack.refusal)):
+        return _without(view, committed, refusal)
     if (decision := lost_or_failed(view, committed, acks)) is not None:
         return decision
     if any(ack.finished for ack in acks):
@@ -105,9 +130,9 @@ def _steady(view: View, committed: Generation) -> Decision:
         # It was accepted before the model could be asked.
         refused = Reply(view.current.wanted, view.current.pending_scale, Result.REFUSED, why)
         return Write(replace(view.current, wanted=view.current.wanted_before, pending_scale=0), reply=refused)
-    if view.current.pending_scale and is_met(view, parse_wanted(view.current.wanted), committed):
-        message = f"the job runs as {committed.config}"
-        done = Reply(view.current.wanted, view.current.pending_scale, Result.DONE, message, committed.id)
+    is_reached = view.current.pending_scale and is_met(view, parse_wanted(view.current.wanted), committed)
+    if is_reached and not is_starting(view, committed):
+        done = met(view, committed, f"the job runs as {committed.config}")
         return Write(replace(view.current, pending_scale=0), reply=done)
     return _adjust(view, committed, view.current, None)
 
@@ -130,16 +155,16 @@ def _too_few(view: View) -> str:
 
 def _adjust(view: View, committed: Generation, current: Current, reply: Reply | None) -> Decision:
     """Bring the job to the wanted config on the nodes that stay, or write just `reply` where it is there."""
-    kept = Write(current, reply=reply) if reply else Wait()
+    kept = Write(current, reply=reply) if reply else Wait(_next_try_s(view))
     leaving = [node for node in committed.nodes if node in view.leaving]
     try:
         config = target(view, parse_wanted(current.wanted))
     except NoConfigError as error:
         if not leaving:
             return kept
-        if current.avoid and not view.is_below_min:
+        if only_of_the_model(current) != current and not view.is_below_min:
             reason = f"{names(leaving)} leaves and its workers could not hand over their state"
-            return start_anew(replace(view, current=replace(current, avoid=())), reason)
+            return start_anew(replace(view, current=current), reason)
         why = f"{names(leaving)} must leave, and the rest is too small: {error}"
         return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
     is_held = view.is_below_min and bool(leaving)
@@ -150,8 +175,8 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         return kept
     if reply is None and not leaving and view.quiet_s < view.policy.settle_s:
         return Wait(view.policy.settle_s - view.quiet_s)
-    if committed.is_held and str(config) in current.avoid and view.phase_s < _ASK_AGAIN_S:
-        return Wait(_ASK_AGAIN_S - view.phase_s)  # it cannot stay as it is, but there is no hurry
+    if committed.is_held and (seconds := retry_in_s(view, config)) > 0:
+        return Wait(seconds)  # it cannot stay as it is, but there is no hurry
     reason = _reason(current, committed, config, leaving, is_held=is_held)
     if not in_session(view):
         is_plain = any(view.ack(committed.id, node).is_plain for node in committed.nodes)
@@ -167,6 +192,12 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
     if reply is None and _is_asked_for(current, config):
         reply = Reply(current.wanted, current.pending_scale, Result.ACCEPTED, f"changing to {config}")
     return Write(proposed, generation=generation, reply=replace(reply, generation=generation.id) if reply else None)
+
+
+def _next_try_s(view: View) -> float:
+    """Until something that was given up may be tried again."""
+    pauses = [retry_in_s(view, ParallelConfig.parse(given_up.config)) for given_up in view.current.given_up]
+    return min((seconds for seconds in pauses if seconds > 0), default=float("inf"))
 
 
 def _placement(view: View, committed: Generation, config: ParallelConfig) -> Placement:
@@ -207,20 +238,22 @@ def _answer(view: View, request: Request) -> Decision:
         wanted = parse_wanted(request.text)
     except ValueError as error:
         return Write(current, reply=reply(Result.REFUSED, str(error)))
-    if why := check(view, wanted):
+    # Whoever asks anew knows more than what went wrong before.
+    asked = replace(view, current=replace(current, given_up=()))
+    if why := check(asked, wanted):
         return Write(current, reply=reply(Result.REFUSED, why))
     current = replace(
-        current,
+        asked.current,
         wanted=request.text.strip(),
         wanted_before=view.current.wanted,
         pending_scale=request.revision,
-        avoid=(),
+        pending_since=view.current.committed,
     )
     asked = replace(view, current=current)
     try:
         config = meeting(asked, wanted, view.num_usable_slots)
     except NoConfigError as error:
-        waiting = f"waiting for nodes: {error}"
+        waiting = str(error) if isinstance(error, PutOffError) else f"waiting for nodes: {error}"
         if view.committed is None:
             return Write(current, reply=reply(Result.PENDING, waiting))
         return _adjust(asked, view.committed, current, reply(Result.PENDING, waiting))

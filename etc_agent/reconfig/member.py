@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import (
     Armed,
     Committed,
@@ -21,14 +22,25 @@ from etc_agent.control.messages import (
     Withdrawn,
 )
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.records import Ack, Current, Failure, Outcome, Phase, first_cause, slowest
+from etc_agent.reconfig.records import (
+    Ack,
+    Current,
+    Failure,
+    Outcome,
+    Phase,
+    Refusal,
+    first_cause,
+    first_refusal,
+    slowest,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
     """One worker process of this node, in slot `index`, started for generation `started_for`.
 
-    `exit_code`: None while it runs. `in_session`: it said hello. `told`: messages already sent, by type and
+    `exit_code`: None while it runs. `in_session`: it said hello. `began_at`: the first step of the generation that it
+    was started for. `told`: messages already sent, by type and
     generation. `is_plain`: it runs no session, and never will. `has_stepped`: it has ended a training step. The
     reports are the worker's own, by generation.
     """
@@ -36,6 +48,7 @@ class WorkerView:
     index: int
     started_for: int
     in_session: bool = False
+    began_at: int = 0
     is_plain: bool = False
     has_stepped: bool = False
     exit_code: int | None = None
@@ -176,12 +189,17 @@ def summarise(
     whole = len(members) == len(taking_part)
     prepared = [worker.prepared.get(generation.id) for worker in members]
     digests = {report.digest for report in prepared if report}
-    refused = [worker.refused[generation.id] for worker in members if generation.id in worker.refused]
+    refusals = [
+        Refusal(f"{node}/{worker.index}", worker.refused[generation.id].kind, worker.refused[generation.id].error)
+        for worker in members
+        if generation.id in worker.refused
+    ]
     switched = [worker.switched[generation.id] for worker in members if generation.id in worker.switched]
     first = [worker.first_step[generation.id] for worker in holding if generation.id in worker.first_step]
     ready = whole and all(prepared) and not generation.is_fresh
     if ready and len(digests) > 1:
-        refused = [Refused(generation.id, "two workers of one node computed different migration plans")]
+        different = "two workers of one node computed different migration plans"
+        refusals = [Refusal(f"{node}/{members[0].index}", ErrorKind.RAISED, different)]
     failures = [worker.failure for worker in (*holding, *members) if worker.failure]
     finished = complete and all(_finished(worker, generation.id) for worker in holding)
     return Ack(
@@ -190,14 +208,17 @@ def summarise(
         in_session=complete and all(worker.in_session for worker in holding),
         is_plain=any(worker.is_plain for worker in holding),
         prepared=(next(iter(digests)) if digests else "none") if ready and len(digests) <= 1 else "",
-        refused=refused[0].error if refused else "",
+        refusal=first_refusal(refusals),
         switched=whole and len(switched) == len(members) and not generation.is_fresh,
         has_stepped=any(worker.has_stepped for worker in holding),
         finished=finished,
         lost=bool(slots) and generation.id <= lost_up_to and not finished,
         ended=next((f"{node}/{worker.index}" for worker in holding if _finished(worker, generation.id)), ""),
         failure=first_cause(failures),
-        step=max((report.step for report in switched), default=0),
+        step=max(
+            (worker.began_at for worker in holding) if generation.is_fresh else (report.step for report in switched),
+            default=0,
+        ),
         sent_bytes=sum(report.sent_bytes for report in switched),
         received_bytes=sum(report.received_bytes for report in switched),
         referred_bytes=sum(report.referred_bytes for report in switched),

@@ -53,13 +53,15 @@ class Observer:
     """Since when the things that decisions wait for have been as they are.
 
     `nodes`: who is there, in which life and state. `current`: the record of that name. `failed`: the committed
-    generation, if a worker of it or of a later one has failed, else None. `led`: whether there is a leader. `gone_at`:
+    generation, if a worker of it or of a later one has failed, else None. `refused`: likewise the proposed one, if a
+    worker refused it or has ended in it. `led`: whether there is a leader. `gone_at`:
     node -> when it was first seen to be gone, for every node that was ever there and is not now.
     """
 
     nodes: Lasting = Lasting()
     current: Lasting = Lasting()
     failed: Lasting = Lasting()
+    refused: Lasting = Lasting()
     led: Lasting = Lasting()
     present: frozenset[str] = frozenset()
     gone_at: Mapping[str, float] = field(default_factory=dict)
@@ -68,12 +70,17 @@ class Observer:
         """What is known once `records` are seen at `now`."""
         committed = records.current.committed
         has_failed = any(ack.failure for (generation, _), ack in records.acks.items() if generation >= committed)
+        proposed = records.current.proposed
+        is_refused = any(
+            ack.refusal or ack.failure for (generation, _), ack in records.acks.items() if generation == proposed
+        )
         present = frozenset(node.name for node in records.nodes)
         gone = {*self.gone_at, *self.present} - present
         return Observer(
             self.nodes.at(now, frozenset((node.name, node.instance, node.state) for node in records.nodes)),
             self.current.at(now, records.current),
             self.failed.at(now, committed if has_failed else None),
+            self.refused.at(now, proposed if is_refused else None),
             self.led.at(now, records.leader != ""),
             present,
             {name: self.gone_at.get(name, now) for name in gone},
@@ -86,8 +93,9 @@ class Observer:
         descriptions: Mapping[ParallelConfig, Layout | str],
         now: float,
         connected_s: float,
+        undescribed: Mapping[ParallelConfig, str] | None = None,
     ) -> View:
-        """What the leader decides from at `now`. `records`: those observed last. `connected_s`: as in `View`."""
+        """What the leader decides from at `now`. `records`: those observed last. The rest: as in `View`."""
         return View(
             policy,
             records.nodes,
@@ -103,6 +111,8 @@ class Observer:
             failed_s=now - self.failed.since if self.failed.value is not None else 0.0,
             connected_s=connected_s,
             absent_s={name: now - at for name, at in self.gone_at.items()},
+            refused_s=now - self.refused.since if self.refused.value is not None else 0.0,
+            undescribed=undescribed or {},
         )
 
     def may_lead(self, node: str, records: JobRecords, now: float, patience_s: float) -> bool:

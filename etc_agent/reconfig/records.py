@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Self
 
+from etc_agent.control.causes import ErrorKind
+
 
 class NodeState(StrEnum):
     READY = "ready"
@@ -119,15 +121,70 @@ def first_cause(failures: Iterable[Failure]) -> Failure | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal(_Json):
+    """Why the worker in `slot` cannot take part in a generation."""
+
+    slot: str
+    kind: ErrorKind
+    error: str
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        record = super(Refusal, cls).from_json(value)
+        return replace(record, kind=ErrorKind(record.kind))
+
+    @classmethod
+    def of(cls, failure: Failure) -> Self:
+        """A worker that has ended takes no part either."""
+        kinds = {FailureKind.UNCLEAR: ErrorKind.UNCLEAR, FailureKind.PEER_LOST: ErrorKind.PEER_LOST}
+        return cls(failure.slot, kinds.get(failure.kind, ErrorKind.RAISED), failure.error)
+
+    @property
+    def node(self) -> str:
+        return self.slot.rpartition("/")[0]
+
+    def __str__(self) -> str:
+        return self.error if self.kind is ErrorKind.MODEL else f"{self.slot}: {self.error}"
+
+
+def first_refusal(refusals: Iterable[Refusal]) -> Refusal | None:
+    """The refusal that the others most likely follow from."""
+    kinds = list(ErrorKind)
+    return min(refusals, key=lambda refusal: (kinds.index(refusal.kind), refusal.slot), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp(_Json):
+    """A parallel config that the job could not change to, and `why`.
+
+    `kind`: one that the model refuses is not tried again before the next request, whatever else went wrong may pass.
+    `tries`: how many times in a row it went wrong. `instance`: of the node because of which, "" where there is none to
+    name; when that node is gone, so is the reason.
+    """
+
+    config: str
+    kind: ErrorKind
+    why: str
+    tries: int = 1
+    instance: str = ""
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        record = super(GivenUp, cls).from_json(value)
+        return replace(record, kind=ErrorKind(record.kind))
+
+
+@dataclass(frozen=True, slots=True)
 class Ack(_Json):
     """``acks/<generation>/<node>``: one node's summary of its workers in one generation.
 
     `in_session`: every worker said hello, so that the node can change in place. `is_plain`: a worker runs no
-    session, and never will. `prepared`: the plan digest, once every worker of the node is ready. `refused`: why a
-    worker cannot take part. `switched`: every worker is past the migration vote. `lost`: the node has lost its
-    workers of this generation, because it was cut off from etcd or is in another life. `has_stepped`: a worker has
-    ended a training step. `ended`: the slot of a worker that has ended with exit code 0, if one has. `stop_ms` and
-    `phases_ms`: the slowest worker's; bytes are sums over the node's workers.
+    session, and never will. `prepared`: the plan digest, once every worker of the node is ready. `refusal`: why a
+    worker cannot take part; of several, the one that the others follow from. `switched`: every worker is past the
+    migration vote. `lost`: the node has lost its workers of this generation, because it was cut off from etcd or is in
+    another life. `has_stepped`: a worker has ended a training step. `ended`: the slot of a worker that has ended with
+    exit code 0, if one has. `step`: the first of the generation, once that is known. `stop_ms` and `phases_ms`: the
+    slowest worker's; bytes are sums over the node's workers.
     """
 
     generation: int
@@ -135,7 +192,7 @@ class Ack(_Json):
     in_session: bool = False
     is_plain: bool = False
     prepared: str = ""
-    refused: str = ""
+    refusal: Refusal | None = None
     switched: bool = False
     finished: bool = False
     lost: bool = False
@@ -154,7 +211,12 @@ class Ack(_Json):
     def from_json(cls, value: dict[str, Any]) -> Self:
         ack = super(Ack, cls).from_json(value)
         failure: Any = ack.failure
-        return replace(ack, failure=Failure.from_json(failure)) if failure else ack
+        refusal: Any = ack.refusal
+        return replace(
+            ack,
+            failure=Failure.from_json(failure) if failure else None,
+            refusal=Refusal.from_json(refusal) if refusal else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +226,9 @@ class Current(_Json):
     `committed`, `proposed`: generation ids, 0 for none. `next_id`: the next free id; numbers are never used twice.
     `wanted`: the text of the last accepted `control/scale`, empty for the largest that nnodes admits;
     `wanted_before`: what it goes back to if the proposed generation is withdrawn. `handled_scale`: the mod_revision
-    of the last `control/scale` that was answered; `pending_scale`: that of one still to be met, else 0.
-    `avoid`: parallel configs whose generations were given up, not to be chosen again until the next request.
+    of the last `control/scale` that was answered; `pending_scale`: that of one still to be met, else 0;
+    `pending_since`: the generation that was committed when it was accepted.
+    `given_up`: what the job could not change to since the last request.
     `restarts`: fresh starts after failures so far. `failed_as`, `failed_alike`: how the job failed before its first
     step, and how many times in a row alike. `unreported`: the history of the committed generation has yet to get
     its stop time.
@@ -179,7 +242,8 @@ class Current(_Json):
     wanted_before: str = ""
     handled_scale: int = 0
     pending_scale: int = 0
-    avoid: tuple[str, ...] = ()
+    pending_since: int = 0
+    given_up: tuple[GivenUp, ...] = ()
     restarts: int = 0
     failed_as: str = ""
     failed_alike: int = 0
@@ -191,18 +255,29 @@ class Current(_Json):
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         record = super(Current, cls).from_json(value)
+        given_up: Any = record.given_up
         return replace(
-            record, phase=Phase(record.phase), outcome=Outcome(record.outcome), avoid=tuple(record.avoid)
+            record,
+            phase=Phase(record.phase),
+            outcome=Outcome(record.outcome),
+            given_up=tuple(GivenUp.from_json(each) for each in given_up),
         )
 
 
 class Result(StrEnum):
-    """Of a control request."""
+    """Of a control request. `PENDING`: it waits for nodes, or for another try. `RESTARTED`: the job has the size, but
+    was started anew on the way, from the script's own checkpoint if it has one."""
 
     ACCEPTED = "accepted"
     PENDING = "pending"
     REFUSED = "refused"
     DONE = "done"
+    RESTARTED = "restarted"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no other answer to the request follows."""
+        return self in (Result.REFUSED, Result.DONE, Result.RESTARTED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.planner.choose import NoConfigError, choose_config
+from etc_agent.planner.choose import NoConfigError, choose_config, choose_exactly
+from etc_agent.reconfig.given_up import announced, for_good, in_force, retry_in_s
 from etc_agent.reconfig.member import base_of
 from etc_agent.reconfig.view import View
 from etc_agent.reconfig.wanted import Largest, Nodes, Wanted, Workers
@@ -18,18 +22,37 @@ class NotDescribed(Exception):
         self.config = config
 
 
+class PutOffError(NoConfigError):
+    """The config that is wanted could not be entered the last time, and is tried again later."""
+
+
 def refusal(view: View, config: ParallelConfig) -> str | None:
-    """Why `config` cannot be, or None where it can.
+    """Why `config` cannot be, now or later, or None where it can.
 
     Raises:
         NotDescribed: the model has to be asked first.
     """
-    if why := view.policy.refuse(config):
+    if why := view.policy.refuse(config) or for_good(view, config):
         return why
     description = view.descriptions.get(config)
-    if description is None and in_session(view):
+    if description is None and in_session(view) and config not in view.undescribed:
         raise NotDescribed(config)
-    return f"{config}: {description}" if isinstance(description, str) else None
+    return _named(config, description) if isinstance(description, str) else None
+
+
+def _named(config: ParallelConfig, why: str) -> str:
+    """Models name the config themselves, or do not."""
+    return why if why.startswith(str(config)) else f"{config}: {why}"
+
+
+def put_off(view: View, config: ParallelConfig) -> str | None:
+    """Why a possible `config` is not tried now, or None where it may be."""
+    if why := view.undescribed.get(config):
+        return f"{config}: no worker can say its layout: {why}; they are asked again in {view.policy.retry_s:g} s"
+    given_up = in_force(view, config)
+    if given_up is None or retry_in_s(view, config) <= 0:
+        return None
+    return f"{config}: {given_up.why}{announced(view, config)}"
 
 
 def in_session(view: View) -> bool:
@@ -47,9 +70,18 @@ def meeting(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:
     """The config that meets `wanted` exactly on `num_slots` slots.
 
     Raises:
+        PutOffError: there is one, which is tried again later.
         NoConfigError: there is none; the message says why in one line.
         NotDescribed: the model has to be asked first.
     """
+    config = _possible(view, wanted, num_slots)
+    if why := put_off(view, config):
+        raise PutOffError(why)
+    return config
+
+
+def _possible(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:
+    """As `meeting`, whether or not it is put off."""
     if isinstance(wanted, ParallelConfig):
         if why := refusal(view, wanted):
             raise NoConfigError(why)
@@ -59,13 +91,7 @@ def meeting(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:
     if isinstance(wanted, Workers):
         if wanted.count > num_slots:
             raise NoConfigError(f"{wanted.count} workers are asked for, and there are {num_slots} slots")
-        config = _largest(view, wanted.count)
-        if config.num_ranks != wanted.count:
-            raise NoConfigError(
-                f"no possible parallel config has exactly {wanted.count} workers; the next smaller one is {config} "
-                f"with {config.num_ranks}"
-            )
-        return config
+        return choose_exactly(wanted.count, view.policy.allowed, _current(view), feasible=partial(refusal, view))
     if isinstance(wanted, Nodes):
         if wanted.count > len(view.usable):
             raise NoConfigError(f"{wanted.count} nodes are asked for, and there are {len(view.usable)}")
@@ -81,17 +107,23 @@ def target(view: View, wanted: Wanted) -> ParallelConfig:
         NotDescribed: the model has to be asked first.
     """
     committed = view.committed
+    must_move = committed is not None and any(node in view.leaving for node in committed.nodes)
     try:
         config = meeting(view, wanted, view.num_usable_slots)
-        if str(config) not in view.current.avoid:
+        if not must_move or in_force(view, config) is None:
             return config
     except NoConfigError:
         pass
-    if committed is not None and committed.config.num_ranks <= view.num_usable_slots:
-        must_move = any(node in view.leaving for node in committed.nodes)
-        if not must_move or str(committed.config) not in view.current.avoid:
-            return committed.config
-    return _largest(view, view.num_usable_slots)
+    fits = committed is not None and committed.config.num_ranks <= view.num_usable_slots
+    if committed is not None and fits and (not must_move or in_force(view, committed.config) is None):
+        return committed.config
+    return _largest(view, view.num_usable_slots, _untried if must_move else refusal)
+
+
+def _untried(view: View, config: ParallelConfig) -> str | None:
+    """As `refusal`, for a node that leaves: it does not wait until a config may be tried again."""
+    given_up = in_force(view, config)
+    return refusal(view, config) or (given_up.why if given_up else None)
 
 
 def check(view: View, wanted: Wanted) -> str | None:
@@ -128,25 +160,23 @@ def impossible(view: View, wanted: Wanted) -> str | None:
     try:
         match wanted:
             case ParallelConfig():
-                meeting(view, wanted, wanted.num_ranks)
+                _possible(view, wanted, wanted.num_ranks)
             case Workers(count):
-                meeting(view, wanted, count)
+                _possible(view, wanted, count)
     except NoConfigError as error:
         return str(error)
     return None
 
 
-def _largest(view: View, num_slots: int) -> ParallelConfig:
-    committed = view.committed
+def _largest(
+    view: View, num_slots: int, obstacle: Callable[[View, ParallelConfig], str | None] = refusal
+) -> ParallelConfig:
+    return choose_config(num_slots, view.policy.allowed, _current(view), feasible=partial(obstacle, view))
 
-    def feasible(config: ParallelConfig) -> str | None:
-        if str(config) in view.current.avoid:
-            return f"{config} was tried and withdrawn"
-        return refusal(view, config)
 
-    return choose_config(
-        num_slots, view.policy.allowed, committed.config if committed else view.policy.initial, feasible=feasible
-    )
+def _current(view: View) -> ParallelConfig | None:
+    """The config that others are compared with."""
+    return view.committed.config if view.committed else view.policy.initial
 
 
 def is_met(view: View, wanted: Wanted, generation: Generation) -> bool:

@@ -32,6 +32,7 @@ class Policy:
     `fence_s`: how long after its lease a node that is cut off may take to stop its workers; see `reconfig.fencing`.
     `blame_s`: how long a worker that lost a peer waits for that peer's own report.
     `below_min_s`: how long the job waits with fewer than `min_nodes`.
+    `retry_s`: until a change that went wrong for a reason that may pass is tried again; see `reconfig.given_up`.
     """
 
     min_nodes: int
@@ -51,6 +52,7 @@ class Policy:
     fence_s: float = 2.0
     blame_s: float = 3.0
     below_min_s: float = 600.0
+    retry_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ class View:
     refuses it. `quiet_s`: since the set of nodes or their states last changed. `phase_s`: since `current` last changed.
     `failed_s`: since the first failure of a worker in this generation was reported. `connected_s`: since the leader has
     been following etcd without a break: before one lease time, an absent node may yet renew its lease. `absent_s`: node
-    -> since it was seen to be gone, for those that were ever there.
+    -> since it was seen to be gone, for those that were ever there. `refused_s`: since the first worker refused, or
+    ended in, the generation that is proposed. `undescribed`: configs whose layout no worker could say just now, for a
+    reason of its own.
     """
 
     policy: Policy
@@ -78,6 +82,8 @@ class View:
     failed_s: float = 0.0
     connected_s: float = float("inf")
     absent_s: Mapping[str, float] = field(default_factory=dict)
+    refused_s: float = 0.0
+    undescribed: Mapping[ParallelConfig, str] = field(default_factory=dict)
 
     @property
     def committed(self) -> Generation | None:

@@ -77,8 +77,9 @@ class JobLife(RuleBasedStateMachine):
     @rule()
     def much_time_passes(self) -> None:
         self.cluster.phase_s = 1e9
-        self.cluster.run()
+        self.cluster.lead()
         self.cluster.phase_s = 0.0
+        self.cluster.run()
 
     @invariant()
     def numbers_only_grow(self) -> None:

@@ -68,6 +68,7 @@ class LocalWorker:
     left_to_us: tuple[int, float] | None = None
     life_at: float = 0.0
     in_session: bool = False
+    began_at: int = 0
     is_plain: bool = False
 
     @property
@@ -100,6 +101,7 @@ class LocalWorker:
             self.slot.index,
             self.started_for,
             in_session=self.in_session,
+            began_at=self.began_at,
             is_plain=self.is_plain and not self.in_session,
             has_stepped=self.progress is not None,
             exit_code=self.exit_code,
@@ -248,7 +250,7 @@ class LocalWorkers:
             case Hello():
                 logger.debug("%s said hello in %.3f s", worker.slot, time.monotonic() - worker.started_at)
                 if hello.in_session or worker.channel is None:
-                    worker.channel, worker.in_session = channel, hello.in_session
+                    worker.channel, worker.in_session, worker.began_at = channel, hello.in_session, hello.step
             case Position():
                 worker.position = message
             case Plain():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import (
     Armed,
     Committed,
@@ -29,7 +30,6 @@ from etc_agent.reconfig.records import (
     Ack,
     Current,
     Failure,
-    FailureKind,
     History,
     NodeRecord,
     NodeState,
@@ -77,6 +77,9 @@ class Cluster:
     refusing: str = ""
     votes_down: str = ""
     is_switching: bool = False
+    checkpoint: int = 0
+    refused_s: float = 1e9
+    undescribed: dict[ParallelConfig, str] = field(default_factory=dict)
     connected_s: float = 1e9
     absent_s: dict[str, float] = field(default_factory=dict)
     lost_up_to: dict[str, int] = field(default_factory=dict)
@@ -133,7 +136,8 @@ class Cluster:
         for workers in self.workers.values():
             for index, worker in workers.items():
                 if worker.is_running and (Armed.type, self.current.proposed) in worker.told:
-                    refused = {**worker.refused, self.current.proposed: Refused(self.current.proposed, why)}
+                    refusal = Refused(self.current.proposed, why, ErrorKind.PEER_LOST)
+                    refused = {**worker.refused, self.current.proposed: refusal}
                     workers[index] = replace(worker, refused=refused)
 
     def progress(self, name: str) -> None:
@@ -153,6 +157,7 @@ class Cluster:
         return View(
             self.policy, tuple(self.nodes.values()), self.current, self.generations, self.acks, self.scale, self.drains,
             self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s, self.connected_s, self.absent_s,
+            self.refused_s, self.undescribed,
         )
 
     def run(self, limit: int = 200) -> None:
@@ -213,16 +218,11 @@ class Cluster:
         return self._acknowledge(name) or bool(actions) or renews
 
     def _started(self, index: int, generation: Generation) -> WorkerView:
-        worker = WorkerView(index, generation.id, in_session=self.hooked)
+        worker = WorkerView(index, generation.id, in_session=self.hooked, began_at=self.checkpoint)
         if not generation.is_fresh or str(generation.config) not in self.refuses:
             return worker
         why = self.refuses[str(generation.config)]
-        return replace(
-            worker,
-            exit_code=1,
-            failure=Failure(f"x/{index}", FailureKind.RAISED, 1, why),
-            refused={generation.id: Refused(generation.id, why)},
-        )
+        return replace(worker, refused={generation.id: Refused(generation.id, why, ErrorKind.MODEL)})
 
     def _hear(self, worker: WorkerView, generation_id: int, message: Message) -> WorkerView:
         told = worker.told | {(message.type, generation_id)}
