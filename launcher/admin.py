@@ -60,7 +60,7 @@ def is_paused(snapshot: Snapshot, keys: JobKeys) -> bool:
 def scale(
     client: EtcdClient, keys: JobKeys, value: str, *, wait: bool, timeout_s: float, on_reply: Callable[[Reply], None]
 ) -> Result | None:
-    """Ask for another size, and wait for the leader's answer; with `wait` until it is done or refused.
+    """Ask for another size, and wait for the leader's answer; with `wait` until no other follows.
 
     `value`: see `etc_agent.reconfig.wanted.parse_wanted`. `on_reply` is called with every answer to this request.
     Returns the last answer's result; None where the job is paused, so that the request waits unanswered.
@@ -99,7 +99,7 @@ def scale(
                 return None
             last = reply
             on_reply(reply)
-            if not wait or reply.result in (Result.DONE, Result.REFUSED):
+            if not wait or reply.result.is_final:
                 return reply.result
     finally:
         mirror.close()

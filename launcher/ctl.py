@@ -29,6 +29,9 @@ from launcher.tables import console, history_table, status_table, when
 ANSWER_S = 15.0
 WAIT_S = 600.0
 
+_EXIT_CODES = {Result.REFUSED: 1, Result.RESTARTED: 3}
+"""What `scale` ends with; 0 for every other answer, or none yet."""
+
 _ETCD_OPTIONS = (
     click.option(
         "--etcd-endpoints", envvar="ETC_ENDPOINTS", metavar="HOST:PORT,...", default="127.0.0.1:2379",
@@ -127,13 +130,16 @@ def status(client: EtcdClient, keys: JobKeys, as_json: bool) -> None:
 @_WAIT
 @_TIMEOUT
 def scale(client: EtcdClient, keys: JobKeys, value: str, wait: bool, timeout_s: float | None) -> None:
-    """Ask for another size: VALUE is a number of workers (8), nodes=4, a config (PP4TP2DP2) or max."""
+    """Ask for another size: VALUE is a number of workers (8), nodes=4, a config (PP4TP2DP2) or max.
+
+    Exit code 1: refused. 3: the job has the size, but was started anew on the way, from its last checkpoint.
+    """
     timeout_s = timeout_s if timeout_s is not None else WAIT_S if wait else ANSWER_S
     result = admin.scale(client, keys, value, wait=wait, timeout_s=timeout_s, on_reply=_print_reply)
     if result is None:
         click.echo(f"the job is paused; {value} waits for etc-ctl resume")
-    if result is Result.REFUSED:
-        sys.exit(1)
+    elif result in _EXIT_CODES:
+        sys.exit(_EXIT_CODES[result])
 
 
 @cli.command()

@@ -156,18 +156,25 @@ class Session:
             try:
                 self._live, self._step = start_fresh(environment, self._config, self._build, self._settings)
             except ConfigRefusedError as error:
-                # The agent may know of another config.
-                if self._conversation is not None:
-                    self._conversation.introduce()
-                    self._conversation.report(Refused(environment.generation, one_line(error), ErrorKind.MODEL))
+                self._refuse(error)
                 raise
             self._at(Position.BETWEEN)
         if self._conversation is not None:
-            self._conversation.start()
+            self._conversation.start(self._step)
             if environment.is_joining:
                 prepared = self._conversation.await_armed(self._settings.timeout_s)
                 self._switch_to(prepared)
                 self._conversation.entered()
+
+    def _refuse(self, error: ConfigRefusedError) -> None:
+        """The model cannot have the config that it was to start with. The agent asks this worker about others before it
+        stops it and starts anew."""
+        if self._conversation is not None:
+            _log.error("the model refuses %s: %s", self._config, error)
+            self._conversation.start()
+            refusal = Refused(self._environment.generation, one_line(error), ErrorKind.MODEL)
+            self._conversation.report(refusal)
+            self._conversation.await_end(self._settings.timeout_s)
 
     def _close(self, error: BaseException | None) -> None:
         if self._conversation is not None:

@@ -8,9 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from etc_agent.errors import EtcError
-from etc_agent.integrations.native import start_values, takes_module_values
+from etc_agent.errors import ConfigRefusedError, EtcError
+from etc_agent.integrations.native import TrainState, start_values, takes_module_values
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.rng import start_stream
 from etc_agent.worker.context import ParallelContext, check_global_batch
 from etc_agent.worker.live import LiveGeneration
@@ -21,7 +22,7 @@ from etc_agent.worker.vote import Vote
 from etc_agent.worker.whole import build_whole
 from etc_agent.worker.world.build import build
 from etc_agent.worker.world.stores import connect_store
-from etc_agent.worker.world.swap import activate
+from etc_agent.worker.world.swap import World, activate
 
 
 def start_fresh(
@@ -52,7 +53,7 @@ def start_fresh(
     if environment.socket is not None:
         vote = Vote(dist.PrefixStore("vote", store), environment.rank, config.num_ranks, settings.timeout_s)
     activate(world)
-    state = build_on_meta(script, world, settings.device, environment.generation, settings.global_batch)
+    state = _built(script, world, environment.generation, settings)
     whole = None
     if takes_module_values(state):
         num_sharing = environment.local_world_size if settings.device.type == "cpu" else 1
@@ -63,6 +64,23 @@ def start_fresh(
         config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch
     )
     return LiveGeneration(environment.generation, world, vote, state, context), step
+
+
+def _built(script: Build, world: World, generation: int, settings: Settings) -> TrainState:
+    """This rank's part of the model. Where one rank's is refused, it is refused on every rank with that one's reason.
+
+    Raises:
+        ConfigRefusedError: the model refuses the config.
+    """
+    state, refused = None, None
+    try:
+        state = build_on_meta(script, world, settings.device, generation, settings.global_batch)
+    except ConfigRefusedError as error:
+        refused = error
+    reasons = [reason for reason in gather_json(world.groups[0], str(refused or "")) if reason]
+    if state is None or reasons:
+        raise ConfigRefusedError(reasons[0]) from refused
+    return state
 
 
 def _agreed(step: int, device: torch.device) -> int:

@@ -97,6 +97,15 @@ def test_a_refused_request_says_why_and_exits_1(endpoint: str, client: EtcdClien
     assert (ended.returncode, ended.stdout) == (1, "nodes=9: refused: nnodes admits 4 slots\n")
 
 
+def test_a_size_that_is_reached_by_a_restart_has_an_exit_code_of_its_own(
+    endpoint: str, client: EtcdClient, keys: JobKeys
+) -> None:
+    said = "the job runs as DP8, but it was started anew on the way, at step 40: node b was lost"
+    with Leader(client, keys, ("accepted", 2, "changing to DP8"), ("restarted", 3, said)):
+        ended = ctl(endpoint, "scale", "8", "--wait")
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (3, f"8: restarted (generation 3): {said}")
+
+
 def test_nonsense_is_refused_before_anything_is_written(endpoint: str, client: EtcdClient, keys: JobKeys) -> None:
     ended = ctl(endpoint, "scale", "big")
     assert ended.returncode == 1

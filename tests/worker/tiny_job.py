@@ -65,6 +65,8 @@ def build(parallel: etc.ParallelContext) -> etc.TrainState:
         raise ValueError(f"{parallel.config}: {hidden()} hidden units cannot be divided over tp={tp}")
     if pp > LAYERS:
         raise ValueError(f"{parallel.config}: {LAYERS} layers cannot fill pp={pp} stages")
+    if (parallel.generation, parallel.rank) == (1, FAULT.get("refusing_rank")):
+        raise ValueError(f"rank {parallel.rank} has no data")
     stage = parallel.coordinate.pp
     model = Stage(range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp))
     if tp > 1:

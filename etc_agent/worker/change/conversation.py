@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from etc_agent.control.causes import kind_of
 from etc_agent.control.channel import Channel, MessageTooLargeError
@@ -70,15 +71,15 @@ class Conversation:
             for name, target in (("control", self._receive), ("describe", self._describe_all))
         ]
 
-    def introduce(self) -> None:
-        """Say who this is, once; it comes before anything else."""
+    def introduce(self, step: int = 0) -> None:
+        """Say who this is, once; it comes before anything else. `step`: the first that this worker runs."""
         if not self._is_introduced:
             self._is_introduced = True
-            self.report(self._hello)
+            self.report(replace(self._hello, step=step))
 
-    def start(self) -> None:
-        """Introduce this worker, which is ready for changes, and listen from now on."""
-        self.introduce()
+    def start(self, step: int = 0) -> None:
+        """Introduce this worker, which is ready for changes or questions, and listen from now on."""
+        self.introduce(step)
         for thread in self._threads:
             thread.start()
 
@@ -153,6 +154,11 @@ class Conversation:
             # From here on a withdrawal has to end the process: the main thread waits inside the migration's groups.
             self._entering = generation = self._armed
         return self.take(generation)
+
+    def await_end(self, timeout_s: float) -> None:
+        """Answer questions until the agent has closed the connection, or stops this process."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed, timeout_s)
 
     def entered(self) -> None:
         """The joiner is in its first generation."""
