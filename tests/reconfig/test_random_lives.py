@@ -76,6 +76,10 @@ class JobLife(RuleBasedStateMachine):
 
     @rule()
     def much_time_passes(self) -> None:
+        self.let_much_time_pass()
+
+    def let_much_time_pass(self) -> None:
+        """The leader decides once late, and then in time for what follows from that."""
         self.cluster.phase_s = 1e9
         self.cluster.lead()
         self.cluster.phase_s = 0.0
@@ -104,9 +108,9 @@ class JobLife(RuleBasedStateMachine):
         cluster = self.cluster
         cluster.is_slow, cluster.refusing = False, ""
         cluster.catch_up()
+        cluster.run()
         for _ in range(4):
-            cluster.run()
-            cluster.phase_s = 1e9
+            self.let_much_time_pass()
         committed = cluster.current.committed
         failures = any(ack.failure for (generation, _), ack in cluster.acks.items() if generation == committed)
         if not self.is_over() and not failures:
