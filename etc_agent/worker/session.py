@@ -20,6 +20,7 @@ from etc_agent.integrations.native import TrainState
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.conversation import Conversation
+from etc_agent.worker.change.holdings import reshard
 from etc_agent.worker.change.prepare import PreparedGeneration
 from etc_agent.worker.change.retire import Retired, Retirements, spare_the_collector
 from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
@@ -271,6 +272,7 @@ class Session:
             return
         assert self._conversation is not None
         generation, self._pending = self._pending, 0
+        reshard(self.state)
         self._switch_to(self._conversation.take(generation))
 
     def _hold(self) -> None:

@@ -5,6 +5,7 @@ It does what the real agent's part of the protocol is, on one machine and withou
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -43,16 +44,16 @@ NODE = "node-a"
 M = TypeVar("M", bound=Message)
 
 
-def _worker_main(environment: dict[str, str], log: str, arguments: tuple[str, int, float, dict[str, Any]]) -> None:
+def _worker_main(
+    environment: dict[str, str], log: str, job: str, arguments: tuple[str, int, float, dict[str, Any]]
+) -> None:
     os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.path.insert(0, str(Path(__file__).parent))
-    import tiny_job
-
     directory, num_steps, pause_s, fault = arguments
-    tiny_job.main(Path(directory), num_steps, pause_s, fault)
+    importlib.import_module(job).main(Path(directory), num_steps, pause_s, fault)
 
 
 def _run_code(environment: dict[str, str], log: str, code: str) -> None:
@@ -92,7 +93,9 @@ class MiniAgent:
     def __init__(
         self, directory: Path, *, num_steps: int = 1_000_000, pause_s: float = 0.005, verify: bool = True,
         fault: dict[str, Any] | None = None, timeout_s: float = 60.0,
+        job: str = "tiny_job",
     ) -> None:
+        self._job = job
         self.directory = directory
         self.verify_dir = directory / "verify"
         self.fault = fault or {}
@@ -278,7 +281,7 @@ class MiniAgent:
             environment["ETC_VERIFY"] = str(self.verify_dir)
             environment["ETC_TRACE"] = str(self.verify_dir.with_name("trace"))
         log = str(self.directory / f"worker-{slot.index}-gen{generation.id}.log")
-        process = context.Process(target=_worker_main, args=(environment, log, self._arguments), daemon=True)
+        process = context.Process(target=_worker_main, args=(environment, log, self._job, self._arguments), daemon=True)
         process.start()
         self.workers[slot] = WorkerHandle(slot, process)
 

@@ -6,10 +6,12 @@ is the same function under every config, up to the order of sums.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +27,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import etc_agent as etc
 from etc_agent.integrations.native import shards_of
 from etc_agent.migration.engine import Migration
+from etc_agent.worker.change.prepare import PreparedGeneration
 from etc_agent.worker.change.switch import SwitchError
 from etc_agent.worker.change.verify import write_shards
+from etc_agent.worker.live import LiveGeneration
+from etc_agent.worker.world.swap import World
 
 LAYERS, WIDTH, HIDDEN = 5, 8, 12
 FAULT: dict[str, Any] = {}
@@ -51,8 +56,19 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.up(x))) * self.scale
 
 
+LIVE: dict[str, Any] = {"model": None}
+WALKERS: set[str] = set()
+"""Names of the threads other than the main one that have walked through the live model."""
+
+
 class Stage(nn.Module):
     """The layers of one pipeline stage, under the names that they have in the whole model."""
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[Any]:
+        """What every walk over modules, parameters and buffers goes through."""
+        if self is LIVE["model"] and threading.current_thread() is not threading.main_thread():
+            WALKERS.add(threading.current_thread().name)
+        return super().named_modules(*args, **options)
 
     def __init__(self, layers: range) -> None:
         super().__init__()
@@ -168,6 +184,22 @@ def train(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Ten
     return whole
 
 
+def hang_in_connecting() -> None:
+    """Have this process never come to the end of a preparation."""
+
+    def hang(self: Migration) -> None:
+        time.sleep(600)
+
+    Migration.prepare = hang  # type: ignore[method-assign]
+
+
+def living() -> dict[str, int]:
+    """How many objects of those kinds are referred to in this process."""
+    gc.collect()
+    kinds = (etc.TrainState, World, LiveGeneration, PreparedGeneration, Migration)
+    return {kind.__name__: sum(isinstance(each, kind) for each in gc.get_objects()) for kind in kinds}
+
+
 def die_midway(after: float, migration: int = 1) -> None:
     """Have this process die by SIGKILL in its so many-th migration, when the part `after` of what it sends and receives
     is done."""
@@ -203,6 +235,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
     FAULT.update(fault)
     if os.environ["LOCAL_RANK"] == str(fault.get("die_midway")):
         die_midway(fault["after"])
+    if os.environ["LOCAL_RANK"] == str(fault.get("hang_in_connecting")):
+        hang_in_connecting()
     ids: dict[str, Any] = {}
     with etc.session(
         build, global_batch=12, seed=7, record=lambda step, seen: ids.update(step=step, ids=list(seen)),
@@ -211,6 +245,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
     ) as session, saving_what_is_left(log, session):
         data = Samples()
         for step in session.steps(num_steps):
+            LIVE["model"] = session.state.model
             with step:
                 loss = train(session.state, session.parallel, session.batch(data))
                 if fault.get("raise_at") == step.index and session.parallel.rank == 0:
@@ -230,6 +265,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 "env_world_size": int(os.environ["WORLD_SIZE"]), "local_rank": os.environ["LOCAL_RANK"],
                 "lr": session.state.optimizer.param_groups[0]["lr"], "time": time.time(),
                 "fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
+                "python_threads": sorted(thread.name for thread in threading.enumerate()), "walkers": sorted(WALKERS),
+                "living": living() if fault.get("counts") else {},
                 "own_steps": own.steps, "seen": sorted(seen.last),
                 "shared": Path("/proc/self/maps").read_text().count("memfd:etc-run-state"),
             }

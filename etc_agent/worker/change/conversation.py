@@ -42,6 +42,9 @@ from etc_agent.worker.settings import Settings
 
 _log = logging.getLogger(__name__)
 
+_CLOSE_S = 3.0
+"""Longest wait for a change that is given up since the session ends: what is left goes with the process."""
+
 
 class Conversation:
     """Hears the agent out. `generation`: the one that this worker was started for; `in_force` tells the number of the
@@ -93,7 +96,7 @@ class Conversation:
         self._channel.close()
         if change is not None:
             change.abort()
-            change.join(self._settings.abort_timeout_s)
+            change.join(min(_CLOSE_S, self._settings.abort_timeout_s))
         for thread in self._threads:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout=1.0)

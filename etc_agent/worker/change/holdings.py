@@ -38,7 +38,7 @@ class Holdings:
         Raises:
             EtcError: the state holds what cannot be moved; the message names it.
         """
-        _reshard(state)
+        reshard(state)
         alike: dict[tuple[Any, ...], Shard] = {}
         tensors = {}
         for name, tensor in all_tensors(state).items():
@@ -62,8 +62,9 @@ class Holdings:
             )
 
 
-def _reshard(state: TrainState) -> None:
-    """FSDP2 leaves some modules unsharded after a forward pass without a backward one, such as an evaluation."""
+def reshard(state: TrainState) -> None:
+    """Have modules hold their state and nothing else. FSDP2 leaves the outermost ones unsharded after a forward pass
+    that no backward pass follows, such as an evaluation between two steps."""
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
