@@ -20,7 +20,9 @@ from etc_agent.agent.inbox import Inbox
 from etc_agent.agent.node import NodeAgent
 from etc_agent.agent.open_files import allow_open_files
 from etc_agent.agent.processes.error_file import pass_on, write_own
+from etc_agent.agent.processes.functions import worker_program
 from etc_agent.agent.processes.logs import NodeLogs, remove_empty_logs
+from etc_agent.agent.processes.programs import Program
 from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.agent.processes.watchdog import start_watchdog
 from etc_agent.agent.safety.guardian import Guardian
@@ -65,8 +67,8 @@ def run_job(settings: JobSettings) -> int:
     keep_handlers()
     events = TorchEvents(settings.launch_config, settings.entrypoint)
     try:
-        with interrupting(handled), dropping(forwarded), ExitStack() as stack:
-            agent = _assemble(settings, stack, handled, forwarded, events)
+        with worker_program(settings) as program, interrupting(handled), dropping(forwarded), ExitStack() as stack:
+            agent = _assemble(settings, program, stack, handled, forwarded, events)
             exit_code = agent.run()
         if exit_code > 128 and agent.was_signalled:
             events.agent_broken(f"stopped by a signal; exit code {exit_code}")
@@ -90,7 +92,7 @@ def run_job(settings: JobSettings) -> int:
 
 
 def _assemble(
-    settings: JobSettings, stack: ExitStack, handled: Signals, forwarded: Signals, events: TorchEvents
+    settings: JobSettings, program: Program, stack: ExitStack, handled: Signals, forwarded: Signals, events: TorchEvents
 ) -> NodeAgent:
     """Start everything in order; `stack` undoes it in reverse, whatever happens."""
     stack.callback(ignore, handled)
@@ -121,7 +123,7 @@ def _assemble(
         stack.callback(watchdog.stop)
     logs = NodeLogs(settings.launch_config.logs_specs, _log_folder(settings), settings.num_slots)
     agent = NodeAgent(
-        settings, record, client, keys, mirror, membership, guardian, inbox, incarnation, run_folder,
+        settings, program, record, client, keys, mirror, membership, guardian, inbox, incarnation, run_folder,
         logs, events, stores, _earlier_generation(mirror.snapshot(), keys, membership.key), handled,
     )
     stack.callback(agent.close)

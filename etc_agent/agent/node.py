@@ -18,6 +18,7 @@ from etc_agent.agent.leadership import Leadership, policy_of
 from etc_agent.agent.leaving import Leaving, Word
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import NodeLogs
+from etc_agent.agent.processes.programs import Program
 from etc_agent.agent.processes.starter import Starter
 from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.agent.safety.fence import Fence
@@ -53,6 +54,7 @@ class NodeAgent:
     def __init__(
         self,
         settings: JobSettings,
+        program: Program,
         record: NodeRecord,
         client: EtcdClient,
         keys: JobKeys,
@@ -77,7 +79,7 @@ class NodeAgent:
         self._workers = LocalWorkers(record.name, guardian, leave_signals)
         self._hangs = HangWatch(settings.timeouts.hang_s)
         self._server = ControlServer(run_folder, self._said)
-        self._starter = Starter(settings, record, logs, events, guardian, str(self._server.path))
+        self._starter = Starter(settings, program, record, logs, events, guardian, str(self._server.path))
         self._fence = Fence(Fencing(settings.timeouts.lease_s), lambda: membership.lease, guardian)
         self._lost_up_to = earlier_generation
         self._cut_off_since = float("inf")

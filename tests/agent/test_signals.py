@@ -19,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from etc_agent.agent.leaving import SAME_WORD_S, Leaving, Word
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import WorkerLogs
+from etc_agent.agent.processes.programs import Script
 from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
@@ -106,9 +107,9 @@ def start(workers: LocalWorkers, code: str, ready: Path, index: int = 0) -> Work
     """A worker that has run `code` and now waits."""
     text = f"import pathlib, signal, time\n{code}\npathlib.Path({str(ready)!r}).touch()\ntime.sleep(600)"
     logs = WorkerLogs(DefaultLogsSpecs(), index, None)
-    process = WorkerProcess.start(
-        LaunchConfig(1, 1, 1), sys.executable, ("-c", text), index, {}, logs, cast(TorchEvents, None)
-    )
+    config = LaunchConfig(1, 1, 1)
+    program = Script(config, sys.executable, ("-c", text))
+    process = WorkerProcess.start(program, config, index, {}, logs, cast(TorchEvents, None))
     workers.add(index, 1, process)
     wait_until(ready.exists, "the worker's start")
     return process

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 
 import pytest
 from torch.numa import binding
 from torch.numa.binding import AffinityMode, NumaOptions
 
-from etc_agent.agent.processes.numa import bound, run_bound
+from etc_agent.agent.processes.numa import bind_here, bound
 from etc_agent.errors import EtcError
 
 OPTIONS = NumaOptions(AffinityMode.NODE)
@@ -43,7 +42,7 @@ def test_a_program_is_bound_near_the_accelerator_of_its_slot() -> None:
     )
 
 
-def test_a_function_is_bound_in_its_own_process_and_can_be_sent_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_runs_a_function_is_bound_from_inside(monkeypatch: pytest.MonkeyPatch) -> None:
     here = min(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)
 
@@ -51,12 +50,10 @@ def test_a_function_is_bound_in_its_own_process_and_can_be_sent_there(monkeypatc
         return {here} if gpu_index == 2 else set()
 
     monkeypatch.setattr(binding, "_get_validated_logical_cpus_to_bind_to", cpus)
-    function, args = bound(sorted, ("ba",), 2, OPTIONS)
-    assert function is run_bound
-    assert callable(function)
-    assert pickle.loads(pickle.dumps(args)) == args
     try:
-        assert function(*args) == ["a", "b"]
+        bind_here(2, None)
+        assert os.sched_getaffinity(0) == before
+        bind_here(2, OPTIONS)
         assert os.sched_getaffinity(0) == {here}
     finally:
         for thread in os.listdir("/proc/self/task"):

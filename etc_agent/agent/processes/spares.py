@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etc_agent.agent.processes.programs import Script
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.settings import JobSettings
@@ -29,11 +30,8 @@ _RANK = re.compile(r"\$rank\b|\$\{rank\}")
 _RETRY_S = 2.0
 _MOST_RETRY_S = 120.0
 
-Command = tuple[str, tuple[str, ...]]
-
-
-def spare_command(settings: JobSettings) -> Command | None:
-    """The program and arguments of a job's spare. None where it has none: none are wanted, only a Python script or
+def spare_program(settings: JobSettings) -> Script | None:
+    """What a job's spares run. None where it has none: none are wanted, only a Python script or
     module could be warm and something else runs, or a rank is needed before there is one."""
     python, args = os.environ.get("PYTHON_EXEC", sys.executable), [str(arg) for arg in settings.args]
     prefix = settings.launch_config.log_line_prefix_template or ""
@@ -41,7 +39,7 @@ def spare_command(settings: JobSettings) -> Command | None:
         return None
     if args[1] != "-m" and (not os.path.isfile(args[1]) or zipfile.is_zipfile(args[1])):
         return None
-    return python, ("-u", "-m", "etc_agent.worker.process.spare", *args[1:])
+    return Script(settings.launch_config, python, ("-u", "-m", "etc_agent.worker.process.spare", *args[1:]))
 
 
 @dataclass(slots=True)

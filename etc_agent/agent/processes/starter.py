@@ -9,7 +9,8 @@ from pathlib import Path
 from etc_agent.agent.interface import gloo_variables
 from etc_agent.agent.processes.environment import worker_environment
 from etc_agent.agent.processes.logs import NodeLogs
-from etc_agent.agent.processes.spares import Spares, spare_command
+from etc_agent.agent.processes.programs import Program
+from etc_agent.agent.processes.spares import Spares, spare_program
 from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.agent.processes.torch_hook import search_path
 from etc_agent.agent.processes.worker_process import WorkerProcess
@@ -22,22 +23,25 @@ from etc_agent.reconfig.records import NodeRecord
 
 
 class Starter:
-    """Knows how a process of this job is started here. `control_socket`: where it finds the agent."""
+    """Knows how a process of this job is started here. `control_socket`: where it finds the agent. `program`: what the
+    job's workers run."""
 
     def __init__(
         self,
         settings: JobSettings,
+        program: Program,
         record: NodeRecord,
         logs: NodeLogs,
         events: TorchEvents,
         guardian: Guardian,
         control_socket: str,
     ) -> None:
+        self._program = program
         self._settings, self._node, self._logs, self._events = settings, record.name, logs, events
         self._control_socket = control_socket
         chosen = {**gloo_variables(record.address), **settings.env}
         self._environment = {**chosen, **search_path({**os.environ, **chosen})}
-        self._spare_command = spare_command(settings)
+        self._spare_program = spare_program(settings)
         self.spares = Spares(self._start_spare, guardian)
 
     def start(self, index: int, generation: Generation, restart_count: int, *, joining: bool) -> WorkerProcess:
@@ -62,20 +66,18 @@ class Starter:
             self._logs.adopt(folder, slot, generation)
             return process
         logs = self._logs.of(slot, generation, environment)
-        return WorkerProcess.start(
-            settings.launch_config, settings.entrypoint, settings.args, index, environment, logs, self._events
-        )
+        return WorkerProcess.start(self._program, settings.launch_config, index, environment, logs, self._events)
 
     def keep_spares(self, indices: Collection[int]) -> None:
         """Have a warm spare in each slot of `indices` and in no other, where this job can have any."""
-        are_possible = self._spare_command is not None and self._logs.admit_spares
+        are_possible = self._spare_program is not None and self._logs.admit_spares
         self.spares.keep(indices if are_possible else ())
 
     def _start_spare(self, index: int) -> tuple[WorkerProcess, Path | None]:
-        assert self._spare_command is not None
+        assert self._spare_program is not None
         environment = {**self._environment, SOCKET_VARIABLE: self._control_socket, SLOT_VARIABLE: str(index)}
         logs, folder = self._logs.of_spare(Slot(self._node, index))
         process = WorkerProcess.start(
-            self._settings.launch_config, *self._spare_command, index, environment, logs, self._events
+            self._spare_program, self._settings.launch_config, index, environment, logs, self._events
         )
         return process, folder

@@ -7,21 +7,19 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext, start_processes
-from torch.distributed.elastic.utils import macros
+from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
 
 from etc_agent.agent.processes.logs import full_folder
-from etc_agent.agent.processes.numa import bound
+from etc_agent.agent.processes.programs import Program
 from etc_agent.agent.processes.tee import Tee, WithoutTee
 from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.control.causes import ErrorKind, kind_in_text
 from etc_agent.control.messages import Raised
-from etc_agent.errors import EtcError, shortened
+from etc_agent.errors import shortened
 from etc_agent.reconfig.records import Failure, FailureKind
 
 logger = logging.getLogger(__name__)
@@ -55,42 +53,28 @@ class WorkerProcess:
     @classmethod
     def start(
         cls,
+        program: Program,
         launch_config: Any,
-        entrypoint: str | Callable[..., Any],
-        args: tuple[Any, ...],
-        local_rank: int,
+        slot: int,
         environment: dict[str, str],
         logs: LogsSpecs,
         events: TorchEvents,
     ) -> WorkerProcess:
-        """Start `entrypoint` in slot `local_rank`; see `worker_environment` for `environment`, `NodeLogs` for `logs`.
-        Without a RANK in it this is a spare, until `begin`.
+        """Start `program` in slot `slot`; see `worker_environment` for `environment`, `NodeLogs` for `logs`. Without a
+        RANK in it this is a spare, until `begin`. `launch_config`: torchrun's LaunchConfig.
 
         Raises:
             EtcError: there is no such program, or it cannot be bound to CPUs.
         """
-        args = tuple(macros.substitute(list(args), str(local_rank)))
-        entrypoint, args = bound(entrypoint, args, local_rank, launch_config.numa_options)
-        template = launch_config.log_line_prefix_template
-        prefix = template and Template(template).safe_substitute(
-            role_name=launch_config.role, rank=environment.get("RANK", "spare"), local_rank=local_rank
+        template = launch_config.log_line_prefix_template or f"[{launch_config.role}{slot}]:"
+        prefix = Template(template).safe_substitute(
+            role_name=launch_config.role, rank=environment.get("RANK", "spare"), local_rank=slot
         )
         shown = WithoutTee(logs)
-        try:
-            context = start_processes(
-                name=launch_config.role,
-                entrypoint=entrypoint,
-                args={0: args},
-                envs={0: environment},
-                logs_specs=shown,
-                start_method=launch_config.start_method,
-            )
-        except OSError as error:
-            raise EtcError(f"the worker's program cannot be started: {error.filename}: {error.strerror}") from None
+        context = program.start(slot, environment, shown)
         assert shown.destinations is not None
         filters = (launch_config.duplicate_stdout_filters, launch_config.duplicate_stderr_filters)
-        tee = Tee(shown.destinations, prefix or f"[{launch_config.role}{local_rank}]:", filters)
-        process = cls(context, environment, events, tee)
+        process = cls(context, environment, events, Tee(shown.destinations, prefix, filters))
         if "RANK" in environment:
             events.worker_started(environment, process.pid)
         return process
@@ -177,9 +161,13 @@ class WorkerProcess:
         return Path(self._error_file) if self._error_file and os.path.isfile(self._error_file) else None
 
     def _signal(self, number: int) -> None:
+        """Send a signal to its process group. A process that runs a function makes itself the leader of one when it
+        begins; before it has, it has started nothing, and gets the signal alone."""
         try:
             os.killpg(self.pid, number)
-        except (ProcessLookupError, PermissionError):
+        except ProcessLookupError:
+            self.send_signal(number)
+        except PermissionError:
             pass
 
 

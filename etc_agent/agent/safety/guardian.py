@@ -103,10 +103,12 @@ def _guard() -> None:
 
 def _kill(groups: set[int]) -> None:
     for group in groups:
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        for kill in (os.killpg, os.kill):  # a worker that begins to run a function may not lead its group yet
+            try:
+                kill(group, signal.SIGKILL)
+                break
+            except ProcessLookupError:
+                continue
 
 
 if __name__ == "__main__":

@@ -1,0 +1,139 @@
+"""Workers that run a function: under ``--run-path``, and from `launcher.elastic_launch`.
+
+torchelastic's own context for functions is not used: its processes lead no process group, so they and what they start
+cannot be ended reliably; it waits without a time limit for a process that has returned; and where the start method is
+fork it copies the agent, whose etcd client has threads and locks that do not survive that.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from etc_agent.agent.processes.fork_server import ForkServer
+from etc_agent.agent.processes.function_worker import Place, run_function, run_spawned
+from etc_agent.agent.processes.programs import Program, Script
+from etc_agent.agent.settings import JobSettings
+from etc_agent.control.channel import SOCKET_VARIABLE
+from etc_agent.errors import EtcError
+
+
+class FunctionProcess(Protocol):
+    """A process that runs a function. `poll`: its exit code once it has ended, negative for a signal; never waits."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of the user's. `launch_config`: torchrun's LaunchConfig. `start_process`: starts one process of it."""
+
+    launch_config: Any
+    start_process: Callable[[Place], FunctionProcess]
+
+    def start(self, slot: int, environment: dict[str, str], logs: LogsSpecs) -> PContext:
+        context = _FunctionContext(self, slot, environment, logs)
+        context.start()
+        return context
+
+
+@contextmanager
+def worker_program(settings: JobSettings) -> Iterator[Program]:
+    """What this job's workers run.
+
+    Enter this before the process connects to etcd or changes its signal handlers: where the start method is fork,
+    workers are copies of the process as it is now.
+    """
+    config, function, args = settings.launch_config, settings.entrypoint, tuple(settings.args)
+    if isinstance(function, str):
+        yield Script(config, function, args)
+        return
+    call = (function, args, config.numa_options)
+    if config.start_method != "fork":
+        yield Function(config, lambda place: _Started(config.start_method, (*call, place)))
+        return
+    server = ForkServer(lambda place: run_function(*call, place))
+    try:
+        yield Function(config, server.start)
+    finally:
+        server.close()
+
+
+class _Started:
+    """A process that was spawned, or forked by multiprocessing's own server."""
+
+    def __init__(self, method: str, args: tuple[Any, ...]) -> None:
+        self._process = multiprocessing.get_context(method).Process(target=run_spawned, args=args)  # type: ignore[attr-defined]
+        try:
+            self._process.start()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise EtcError(
+                f"the workers' function or its arguments cannot be sent to a process that is started by {method}: "
+                f"{error}; define the function at the top of a module, or choose start_method=\"fork\""
+            ) from None
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def poll(self) -> int | None:
+        exit_code: int | None = self._process.exitcode
+        return exit_code
+
+
+class _FunctionContext(PContext):
+    """torchelastic's view of one worker process, with its logs and error file."""
+
+    def __init__(self, function: Function, slot: int, environment: dict[str, str], logs: LogsSpecs) -> None:
+        role = function.launch_config.role
+        super().__init__(role, function.start_process, {0: ()}, {0: environment}, logs)
+        self._function, self._slot = function, slot
+        # The folder of the control socket is the agent's own, and goes with it.
+        self._result_file = Path(environment[SOCKET_VARIABLE]).parent / f"returned-{uuid.uuid4().hex}"
+        self._process: FunctionProcess | None = None
+
+    def _start(self) -> None:
+        environment = {**os.environ, **self.envs[0]}
+        place = Place(self._slot, environment, self.stdouts[0], self.stderrs[0], str(self._result_file))
+        self._process = self._function.start_process(place)
+
+    def pids(self) -> dict[int, int]:
+        assert self._process is not None
+        return {0: self._process.pid}
+
+    def _poll(self) -> RunProcsResult | None:
+        assert self._process is not None
+        exit_code = self._process.poll()
+        if exit_code is None:
+            return None
+        self.close()
+        if exit_code:
+            failure = ProcessFailure(0, self._process.pid, exit_code, self.error_files[0])
+            return RunProcsResult(failures={0: failure}, stdouts=self.stdouts, stderrs=self.stderrs)
+        return RunProcsResult(return_values={0: self._returned()}, stdouts=self.stdouts, stderrs=self.stderrs)
+
+    def _returned(self) -> Any:
+        """What the function has returned; None where the process ended with 0 before it did, by `os._exit` say."""
+        try:
+            return pickle.loads(self._result_file.read_bytes())
+        except FileNotFoundError:
+            return None
+        finally:
+            self._result_file.unlink(missing_ok=True)
+
+    def _close(self, death_sig: object, timeout: int = 30) -> None:
+        """The agent ends the process; here there is nothing else to let go."""
