@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from etc_agent.control.channel import Channel, same_user
+from etc_agent.agent.peers import objection
+from etc_agent.control.channel import Channel
 from etc_agent.control.messages import Hello, Message
 
 logger = logging.getLogger(__name__)
 
+_RETRY_S = 0.5
+
 
 class ControlServer:
-    """Accepts workers and hands on what they say.
+    """Accepts workers, and whatever they start, and hands on what they say; anybody else is turned away (`peers`).
 
     `on_message(hello, channel, message)` is called from reader threads: `hello` is the connection's first message,
     which says whose connection it is (and is itself handed on first). The last message is None: the worker has closed.
@@ -29,9 +33,11 @@ class ControlServer:
         self.path.chmod(0o600)
         self._listener.listen(64)
         self._channels: set[Channel] = set()
+        self._is_closed = False
         threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
 
     def close(self) -> None:
+        self._is_closed = True
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -44,11 +50,16 @@ class ControlServer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._is_closed:
+                    return
+                logger.error("a worker cannot be heard for the moment: %s", error.strerror)
+                time.sleep(_RETRY_S)
+                continue
             channel = Channel(connection)
-            if not same_user(channel):
-                logger.warning("a process of another user tried to speak on the control socket; it was turned away")
+            peer = channel.peer()
+            if (why := objection(peer)) is not None:
+                logger.warning("process %d was turned away from the control socket: %s", peer.pid, why)
                 channel.close()
                 continue
             self._channels.add(channel)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import struct
 import threading
+from dataclasses import dataclass
 
 from etc_agent.control.messages import Message, decode, encode
 
@@ -23,6 +23,15 @@ MAX_FRAME_BYTES = 256 << 20
 SEND_S = 10
 """How long the other end may take to read what is sent, in seconds: a stopped worker must not stop its agent."""
 _LENGTH = struct.Struct("!I")
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """A process and its user. `pid`: 0 where it is not to be seen from here (another container)."""
+
+    pid: int
+    uid: int
 
 
 class MessageTooLargeError(ValueError):
@@ -53,10 +62,11 @@ class Channel:
         connection.settimeout(None)
         return cls(connection)
 
-    def peer_uid(self) -> int:
-        """The user id of the process at the other end."""
-        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        return struct.unpack("3i", credentials)[1]
+    def peer(self) -> Credentials:
+        """The process that connected at the other end, as the kernel knows it."""
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        return Credentials(pid, uid)
 
     def send(self, message: Message) -> None:
         """Send one message whole.
@@ -127,8 +137,3 @@ def _json(payload: bytes) -> object:
         return json.loads(payload)
     except RecursionError:
         raise ValueError("a control message is nested too deeply") from None
-
-
-def same_user(channel: Channel) -> bool:
-    """Whether the other end runs as this user, the only one who may command workers."""
-    return channel.peer_uid() == os.getuid()
