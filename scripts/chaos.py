@@ -30,6 +30,7 @@ from chaos.cluster import GLOBAL_BATCH, Cluster, State
 from chaos.faults import FAULTS, Fault, Injected, Nature, draw
 from chaos.lineage import examine
 
+from etc_agent.control.causes import ErrorKind
 from etc_agent.reconfig.records import Outcome, Result
 from etc_agent.rendezvous.errors import EtcdError
 from tests.scenarios.network import Network
@@ -167,6 +168,8 @@ class Torment:
             return "a request is not answered"
         if state.reply and state.reply.revision == self.request and state.reply.result is Result.ACCEPTED:
             return "an accepted request is not met"
+        if current.pending_scale and any(each.kind is not ErrorKind.MODEL for each in current.given_up):
+            return "a request is to be tried again"
         late = [line for line in self.cluster.account.read() if line.time > calm_since + CALM_S]
         steps = Counter(line.rank for line in late if line.generation == committed.id)
         if any(steps[rank] < 2 for rank in range(committed.config.num_ranks)):

@@ -189,8 +189,8 @@ class Administrator:
         reply = reply_of(now, self._keys)
         if reply is None or reply.revision != revision:
             return None
-        if reply.result is Result.REFUSED:
-            raise DemoError(f"{config} was refused: {reply.message}")
+        if reply.result in (Result.REFUSED, Result.RESTARTED):
+            raise DemoError(f"{config}: {reply.result}: {reply.message}")
         item = now.get(self._keys.history(reply.generation or 0))
         record = History.from_json(item.json()) if item and reply.result is Result.DONE else None
         return record if record is not None and record.stop_ms is not None else None

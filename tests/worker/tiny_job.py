@@ -41,6 +41,10 @@ def hidden() -> int:
     return int(FAULT.get("hidden", HIDDEN))
 
 
+def layers() -> int:
+    return int(FAULT.get("layers", LAYERS))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +83,12 @@ def build(parallel: etc.ParallelContext) -> etc.TrainState:
     pp, tp = parallel.config.pp, parallel.config.tp
     if hidden() % tp:
         raise ValueError(f"{parallel.config}: {hidden()} hidden units cannot be divided over tp={tp}")
-    if pp > LAYERS:
-        raise ValueError(f"{parallel.config}: {LAYERS} layers cannot fill pp={pp} stages")
+    if pp > layers():
+        raise ValueError(f"{parallel.config}: {layers()} layers cannot fill pp={pp} stages")
     if (parallel.generation, parallel.rank) == (1, FAULT.get("refusing_rank")):
         raise ValueError(f"rank {parallel.rank} has no data")
     stage = parallel.coordinate.pp
-    model = Stage(range(stage * LAYERS // pp, (stage + 1) * LAYERS // pp))
+    model = Stage(range(stage * layers() // pp, (stage + 1) * layers() // pp))
     if tp > 1:
         plan = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
         parallelize_module(model, parallel.mesh["tp"], plan)
@@ -233,7 +237,8 @@ def saving_what_is_left(log: Path, session: etc.Session) -> Iterator[None]:
 def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     FAULT.update(fault)
-    if os.environ["LOCAL_RANK"] == str(fault.get("die_midway")):
+    if os.environ["LOCAL_RANK"] == str(fault.get("die_midway")) and not (log / "died").exists():
+        (log / "died").touch()
         die_midway(fault["after"])
     if os.environ["LOCAL_RANK"] == str(fault.get("hang_in_connecting")):
         hang_in_connecting()
