@@ -1,13 +1,33 @@
-"""The launcher's own error file: a scheduler that sets TORCHELASTIC_ERROR_FILE for torchrun finds the cause there."""
+"""torchelastic's error files: those of workers, which torch's ``@record`` writes, and the launcher's own: a scheduler
+that sets TORCHELASTIC_ERROR_FILE for torchrun finds the cause there."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from etc_agent.control.causes import kind_in_text
+from etc_agent.control.messages import Raised
+
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+def read(file: str) -> Raised | None:
+    """What a worker's error file says; None where there is none, or something else than torch writes."""
+    try:
+        message = json.loads(Path(file).read_text(errors="replace"))["message"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if not isinstance(message, dict | str):
+        return None
+    details = message if isinstance(message, dict) else {"message": message}
+    lines = str(details.get("message", "")).strip().splitlines()
+    extra = details.get("extraInfo")
+    callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+    return Raised(lines[0], kind_in_text(callstack)) if lines else None
 
 
 def pass_on(error_file: Path | None, exit_code: int) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
 
+from etc_agent.agent.processes.error_file import read
 from etc_agent.agent.processes.logs import full_folder
 from etc_agent.agent.processes.programs import Program
 from etc_agent.agent.processes.tee import Tee, WithoutTee
 from etc_agent.agent.processes.torch_events import TorchEvents
-from etc_agent.control.causes import ErrorKind, kind_in_text
+from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import Raised
 from etc_agent.errors import shortened
 from etc_agent.reconfig.records import Failure, FailureKind
@@ -149,7 +150,7 @@ class WorkerProcess:
         if self.killed_by and not self.raised:
             name = _signal_name(self.killed_by)
             return Failure(slot, FailureKind.KILLED, self.exit_code, f"pid {self.pid} was killed by {name}")
-        raised = self.raised or _recorded(self._error_file)
+        raised = self.raised or read(self._error_file)
         if raised is None:
             ended = f"pid {self.pid} ended with exit code {self.exit_code}"
             return Failure(slot, FailureKind.SILENT, self.exit_code, ended)
@@ -169,19 +170,6 @@ class WorkerProcess:
             self.send_signal(number)
         except PermissionError:
             pass
-
-
-def _recorded(file: str) -> Raised | None:
-    """What torchelastic's @record has left in an error file, if it has. Whatever else is there is taken for nothing."""
-    try:
-        message = json.loads(Path(file).read_text(errors="replace"))["message"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    details = message if isinstance(message, dict) else {"message": message}
-    lines = str(details.get("message", "")).strip().splitlines()
-    extra = details.get("extraInfo")
-    callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
-    return Raised(lines[0], kind_in_text(callstack)) if lines else None
 
 
 def _signal_name(number: int) -> str:
