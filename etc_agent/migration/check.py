@@ -8,6 +8,7 @@ import torch
 
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.bits import dtype_name
+from etc_agent.migration.memory.spans import is_backed
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Shard
@@ -68,6 +69,20 @@ def check_tensors(
                 f"{where}: expected a dense tensor with storage, got one on device {tensor.device} "
                 f"with layout {tensor.layout}"
             )
+        check_backed(worker, role, shard, tensor)
+
+
+def check_backed(worker: int, role: str, shard: Shard, tensor: torch.Tensor) -> None:
+    """Check that the storage of a tensor has not been emptied or cut (`UntypedStorage.resize_`).
+
+    Raises:
+        MigrationError: naming worker, tensor and box.
+    """
+    if not is_backed(tensor):
+        raise MigrationError(
+            f"worker {worker}: {role} shard of {describe(shard.tensor, shard.box)}: expected a storage with all of its "
+            f"bytes, got one of {tensor.untyped_storage().nbytes()} bytes; give it its memory back before a step ends"
+        )
 
 
 def check_dtypes(worker: int, shards: Iterable[Shard]) -> None:

@@ -28,8 +28,9 @@ import torch
 
 from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.memory.binding import Binder, BoundMessage, BoundRound, LocalCopies, SharedPlaces, same_memory
+from etc_agent.migration.memory.binding import Binder, BoundMessage, BoundRound, LocalCopies, SharedPlaces
 from etc_agent.migration.memory.bits import copy_bits
+from etc_agent.migration.memory.rebinding import NewPlaces, rebound_shards
 from etc_agent.migration.memory.shared import PeerTensors, SharedMemory, arena_bytes
 from etc_agent.migration.memory.storage import Held, Storage
 from etc_agent.migration.report import MigrationReport, SpanRecorder
@@ -83,6 +84,7 @@ class Migration:
         check_tensors(worker, "old", self._old_shards, sources)
         check_tensors(worker, "new", new_shards, targets)
         self._setup(plan, worker, Held(sources, targets), group, timeout_s, verify)
+        self._places = NewPlaces(worker, self._schedule, sources, targets)
         self._device = _device_of((*sources.values(), *targets.values()))
         self._memory = memory
         self._rounds: list[BoundRound] = []
@@ -132,19 +134,26 @@ class Migration:
         self._peers.meet(self._schedule)
         self._bind()
 
-    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
-        """Take over replaced source tensors. Costs next to nothing where every tensor still has its memory.
+    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
+        """Take the old tensors as they are now. Costs next to nothing where every one still has its memory.
+
+        A target that was its old tensor's memory is where that tensor is now (`targets`): what it was before may be
+        in use by the script, and is not written to.
+
+        Returns:
+            The shards whose tensors have other memory than before.
 
         Raises:
             MigrationError: as for the constructor.
         """
-        known = self._storage.sources
-        if all(shard in known and same_memory(known[shard], tensor) for shard, tensor in sources.items()):
-            return
-        check_tensors(self._worker, "old", self._old_shards, sources)
-        self._storage.sources = dict(sources)
-        if self._staging is not None:
-            self._bind()
+        rebound = rebound_shards(self._worker, self._storage.sources, sources)
+        if rebound:
+            check_tensors(self._worker, "old", self._old_shards, sources)
+            self._storage.targets = self._places.after(sources)
+            self._storage.sources = dict(sources)
+            if self._staging is not None:
+                self._bind()
+        return rebound
 
     def run(self, progress: Progress | None = None) -> MigrationReport:
         """Move everything. Returns when this worker has sent and received all that the plan says.

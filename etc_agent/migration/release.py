@@ -12,11 +12,12 @@ import torch
 from etc_agent.migration.check import check_tensors, describe, needed_shards
 from etc_agent.migration.engine import Migration, Progress, contents
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.memory.binding import BoundMessage, BoundRound, LocalCopies, same_memory
+from etc_agent.migration.memory.binding import BoundMessage, BoundRound, LocalCopies
 from etc_agent.migration.memory.bits import copy_bits
 from etc_agent.migration.memory.carrying import refers_to_carry
 from etc_agent.migration.memory.lifetimes import Step, default_budget_bytes, lifetimes_of
 from etc_agent.migration.memory.memory_file import can_share
+from etc_agent.migration.memory.rebinding import rebound_shards
 from etc_agent.migration.memory.storage import OnDemand
 from etc_agent.migration.report import MigrationReport, SpanRecorder
 from etc_agent.migration.schedule import WINDOW
@@ -135,19 +136,22 @@ class ReleasingMigration(Migration):
         self._has_begun = self._staging is not None
         return super().run(progress)
 
-    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> None:
-        """Take over replaced source tensors, before `run`. Costs next to nothing where every tensor has its memory.
+    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
+        """Take the old tensors as they are now, before `run`. Costs next to nothing where every one has its memory.
+
+        Returns:
+            The shards whose tensors have other memory than before.
 
         Raises:
             MigrationError: as for the constructor.
         """
-        known = self._storage.sources
-        if all(shard in known and same_memory(known[shard], tensor) for shard, tensor in sources.items()):
-            return
-        check_tensors(self._worker, "old", self._old_shards, sources)
-        self._hold(sources)
-        self._bind()
-        self._limit()
+        rebound = rebound_shards(self._worker, self._storage.sources, sources)
+        if rebound:
+            check_tensors(self._worker, "old", self._old_shards, sources)
+            self._hold(sources)
+            self._bind()
+            self._limit()
+        return rebound
 
     def remaining(self) -> dict[Shard, torch.Tensor]:
         """What this worker holds of the state at any point, also after a failed run: old shards that are still there,
@@ -201,6 +205,7 @@ class ReleasingMigration(Migration):
         ahead = self._on_demand.reserve(self._lifetimes, refers_to_carry(self._schedule))
         self._allocate_staging()
         assert self._staging is not None
+        self._bound, self._copies = None, []
         if ahead:
             binder = self._binder()
             rounds = enumerate(self._schedule.rounds)

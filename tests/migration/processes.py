@@ -34,13 +34,17 @@ def gloo(store: dist.Store, name: str, rank: int, size: int, timeout_s: float = 
 
 
 def run_workers(
-    function: Callable[..., Any], size: int, *args: Any, limit_s: float = 60, silent: Collection[int] = ()
+    function: Callable[..., Any], size: int, *args: Any, limit_s: float = 60, silent: Collection[int] = (),
+    told_port: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
     """Call ``function(rank, size, store, *args)`` in `size` processes; every process is gone afterwards.
 
-    `silent`: ranks from which no answer is expected; they are killed when the others have answered.
+    `silent`: ranks from which no answer is expected; they are killed when the others have answered. `told_port`: is
+    told where the workers' store is.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if told_port is not None:
+        told_port(store.port)
     children = []
     for rank in range(size):
         ours, theirs = _context.Pipe()

@@ -1,0 +1,124 @@
+"""Old tensors that get other memory between `prepare` and `run`, in `keep` mode.
+
+A script may do that: ``w.data, average.data = average.data, w.data`` for an evaluation with averaged weights, or an
+`optimizer.load_state_dict`. In `keep` nothing that the old generation uses may be written before the commit, and what
+a tensor left behind may still be in use. So a target that was to be its old tensor's memory is never written to: it is
+wherever that tensor is now.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from etc_agent.migration.check import check_backed, describe
+from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.memory.binding import same_memory
+from etc_agent.migration.memory.spans import Spans
+from etc_agent.migration.schedule import Schedule
+from etc_agent.planner.plan import Refer
+from etc_agent.state.layout import Shard
+
+
+def rebound_shards(
+    worker: int, known: Mapping[Shard, torch.Tensor], present: Mapping[Shard, torch.Tensor]
+) -> frozenset[Shard]:
+    """The shards whose tensors have other memory than they are known to have, or are there on one side alone.
+
+    Raises:
+        MigrationError: a tensor has lost its memory.
+    """
+    rebound = known.keys() ^ present.keys()
+    for shard, tensor in present.items():
+        check_backed(worker, "old", shard, tensor)
+        if shard in known and not same_memory(known[shard], tensor):
+            rebound.add(shard)
+    return frozenset(rebound)
+
+
+class NewPlaces:
+    """Where one worker's new tensors are.
+
+    Args:
+        schedule: what the worker sends, receives and keeps.
+        sources, targets: the old and the new tensors that the migration is prepared with.
+
+    Raises:
+        MigrationError: a new tensor would be written to in memory that an old one uses.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        schedule: Schedule,
+        sources: Mapping[Shard, torch.Tensor],
+        targets: Mapping[Shard, torch.Tensor],
+    ) -> None:
+        self._worker = worker
+        self._targets = dict(targets)
+        self._received = {
+            Shard(transfer.tensor, transfer.target_box)
+            for scheduled in schedule.rounds
+            for message in scheduled.receives
+            for transfer in message.transfers
+        }
+        self._local: dict[Shard, list[Refer]] = defaultdict(list)
+        for refer in schedule.refers:
+            self._local[Shard(refer.tensor, refer.target_box)].append(refer)
+        # Those that are old tensors' memory, whole or in part.
+        self._borrowed = {shard for shard, tensor in targets.items() if not self._is_written(shard, tensor, sources)}
+        self._check(sources, self._targets)
+
+    def after(self, sources: Mapping[Shard, torch.Tensor]) -> dict[Shard, torch.Tensor]:
+        """The targets, now that the old tensors are `sources`.
+
+        Raises:
+            MigrationError: a new tensor would be written to in memory that an old one uses, or is made of several old
+                ones that are not in one place any more.
+        """
+        targets = {
+            shard: self._where_it_is(shard, tensor, sources) if shard in self._borrowed else tensor
+            for shard, tensor in self._targets.items()
+        }
+        self._check(sources, targets)
+        return targets
+
+    def _where_it_is(
+        self, shard: Shard, tensor: torch.Tensor, sources: Mapping[Shard, torch.Tensor]
+    ) -> torch.Tensor:
+        refers = self._local[shard]
+        if all(same_memory(_source_of(refer, sources), _part(refer, tensor)) for refer in refers):
+            return tensor
+        if len(refers) == 1 and refers[0].box == shard.box:
+            return _source_of(refers[0], sources)
+        raise MigrationError(
+            f"worker {self._worker}: new shard of {describe(shard.tensor, shard.box)} was prepared in the memory of "
+            f"{len(refers)} old ones, which have got other memory since; give it memory of its own"
+        )
+
+    def _is_written(self, shard: Shard, tensor: torch.Tensor, sources: Mapping[Shard, torch.Tensor]) -> bool:
+        if shard in self._received:
+            return True
+        return not all(same_memory(_source_of(refer, sources), _part(refer, tensor)) for refer in self._local[shard])
+
+    def _check(self, sources: Mapping[Shard, torch.Tensor], targets: Mapping[Shard, torch.Tensor]) -> None:
+        used = Spans(sources.items())
+        for shard, tensor in targets.items():
+            # One that nobody sends to and that is made of nothing is empty.
+            if shard in self._borrowed or (found := used.overlapping(tensor)) is None:
+                continue
+            raise MigrationError(
+                f"worker {self._worker}: new shard of {describe(shard.tensor, shard.box)} lies in memory that the old "
+                f"shard of {describe(found.tensor, found.box)} uses, and would be written to before the change is "
+                "certain; make new tensors anew, do not keep them from one generation for the next"
+            )
+
+
+def _source_of(refer: Refer, sources: Mapping[Shard, torch.Tensor]) -> torch.Tensor:
+    return sources[Shard(refer.tensor, refer.source_box)][refer.box.within(refer.source_box)]
+
+
+def _part(refer: Refer, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[refer.box.within(refer.target_box)]
