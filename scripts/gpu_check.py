@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import etc_agent
-from etc_agent.migration.engine import Migration
+from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.transport.wire import Wire
@@ -102,7 +102,7 @@ def nccl_with_one_rank() -> str:
     source = _slice(Shard(tensor, whole(tensor.shape))).to(_CUDA)
     have = {Shard(tensor, whole(tensor.shape)): source}
     target = {half: torch.zeros(512, 512, dtype=torch.bfloat16, device=_CUDA)}
-    migration = Migration(make_plan([tuple(have)], [(half,)]), 0, have, target, group, timeout_s=60)
+    migration = KeepingMigration(make_plan([tuple(have)], [(half,)]), 0, have, target, group, timeout_s=60)
     migration.prepare()
     migration.run()
     assert _is_right(half, target[half])
@@ -146,7 +146,8 @@ def the_stream_order_is_kept() -> str:
     shard, part = Shard(tensor, whole(tensor.shape)), Shard(tensor, Box((0, 0), (2048, 1024)))
     source = torch.zeros(tensor.shape, device=_CUDA)
     target = torch.zeros(2048, 1024, device=_CUDA)
-    migration = Migration(make_plan([(shard,)], [(part,)]), 0, {shard: source}, {part: target}, _nccl(), timeout_s=60)
+    plan = make_plan([(shard,)], [(part,)])
+    migration = KeepingMigration(plan, 0, {shard: source}, {part: target}, _nccl(), timeout_s=60)
     migration.prepare()
     busy = torch.randn(4096, 4096, device=_CUDA)
     queued = torch.cuda.Event()
@@ -175,7 +176,7 @@ def the_context_lives_and_graphs_are_captured_again() -> str:
     torch.cuda.synchronize()
     reference = product[:, :256].clone()
     target = torch.empty(256, 256, device=_CUDA)
-    migration = Migration(make_plan([(old,)], [(new,)]), 0, {old: weight}, {new: target}, _nccl(), timeout_s=60)
+    migration = KeepingMigration(make_plan([(old,)], [(new,)]), 0, {old: weight}, {new: target}, _nccl(), timeout_s=60)
     migration.prepare()
     migration.run()
     again, smaller = _capture(given, target)

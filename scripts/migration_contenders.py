@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
 
-from etc_agent.migration.engine import Migration
+from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.binding import Binder
 from etc_agent.migration.memory.bits import copy_bits
 from etc_agent.migration.memory.pages import prefault
@@ -100,7 +100,7 @@ class Bench:
         sources = _filled(self.case.previous[self.rank], self.rank)
         memory = SharedMemory(plan, self.rank)
         targets = memory.tensors | {s: sources[s] for s in self.case.current[self.rank] if s in sources}
-        migration = Migration(
+        migration = KeepingMigration(
             plan, self.rank, sources, targets, self._group, timeout_s=_TIMEOUT_S, memory=memory if shared else None
         )
         migration.prepare()

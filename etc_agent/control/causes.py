@@ -40,7 +40,7 @@ _ONLY_WAITS = (
     "/etc_agent/worker/vote.py",
     "/etc_agent/worker/world/",
     "/etc_agent/worker/change/exchange.py",
-    "/etc_agent/worker/change/settling.py",
+    "/etc_agent/worker/change/attempt.py",
     "/etc_agent/migration/transport/",
 )
 """Native calls from here talk to peers, and do little else."""

@@ -1,8 +1,8 @@
-"""Runs one worker's part of a migration plan on real tensors.
+"""Moves one worker's messages of a migration plan, round by round; the modes say where the bytes are.
 
-Every worker derives the same messages from the plan (`schedule`). In a run, the receives and sends of a round are
-posted together, and the next round is posted before the last one is waited for; so no pair of workers ever waits for
-another pair, and the wire does not idle between rounds:
+Every worker derives the same messages from the plan (`schedule`). The receives and sends of a round are posted
+together, and the next round is posted before the last one is waited for; so no pair of workers ever waits for another
+pair, and the wire does not idle between rounds:
 
     post 0 . copy what stays . post 1 . finish 0 . post 2 . finish 1 . ... . finish n-1
 
@@ -11,297 +11,193 @@ that does so. No circle of waits can form: a round needs no more than that all w
 
 A contiguous box travels from tensor to tensor in place. Small boxes, and boxes that are not contiguous in their shard,
 pass through a staging buffer; each of the two rounds in flight has its own. Workers of one host whose new tensors lie
-in shared memory write into them directly (`shared`). Where old and new state do not fit together, memory comes and
-goes with the rounds (`storage`).
+in shared memory write into them directly (`memory.shared`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from etc_agent.migration.check import check_tensors, describe, needed_shards
+from etc_agent.migration.check import describe
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.memory.binding import Binder, BoundMessage, BoundRound, LocalCopies, SharedPlaces
-from etc_agent.migration.memory.bits import copy_bits
-from etc_agent.migration.memory.rebinding import NewPlaces, rebound_shards
-from etc_agent.migration.memory.shared import PeerTensors, SharedMemory, arena_bytes
-from etc_agent.migration.memory.storage import Held, Storage
-from etc_agent.migration.report import MigrationReport, SpanRecorder
+from etc_agent.migration.hashes import BoxHashes
+from etc_agent.migration.memory.binding import Binder, BoundMessage, BoundRound
+from etc_agent.migration.memory.bits import copy_bits, finish_copies
+from etc_agent.migration.protocol import Progress
+from etc_agent.migration.report import MemoryPoint, MigrationReport, SpanRecorder
 from etc_agent.migration.schedule import WINDOW, Message, Schedule, schedule_for
-from etc_agent.migration.transport.neighbours import Neighbours, find_neighbours
+from etc_agent.migration.transport.neighbours import Neighbours
 from etc_agent.migration.transport.peers import Peers
 from etc_agent.migration.transport.staging import Staging
 from etc_agent.migration.transport.wire import Operation, Wire, Work
-from etc_agent.migration.verify import BoxHashes
 from etc_agent.planner.plan import MigrationPlan
-from etc_agent.state.layout import Shard
-
-Progress = Callable[[int, int], None]
-"""Told the bytes that this worker has sent and received so far, and those it will have in the end."""
 
 
-class Migration:
-    """One worker's part of a plan in `keep` mode: prepared beside training, run while training stands still.
-
-    Every worker of the plan must call `prepare` and then `run`; each of them may be called from any thread.
+class Party:
+    """One worker of a plan, as the others meet it: its connections and its messages.
 
     Args:
-        plan: the same plan on every worker.
-        worker: this worker's number in the plan.
-        sources: the old local tensors by shard; empty for a worker that joins. Read only.
-        targets: the new local tensors by shard; empty for a worker that leaves. The target of a whole `Refer` either
-            shares its source's memory (nothing is copied) or has its own (it is copied).
-        group: a raw c10d backend over the plan's workers, rank = worker number. No other thread may use it for
-            point-to-point meanwhile.
-        timeout_s: longest time in which no message completes before the migration is given up.
-        memory: where `targets` were allocated, if peers on this host may write into them (`shared`).
+        group: a raw c10d backend over the plan's workers, rank = worker number.
+        timeout_s: longest time in which no message completes before the migration fails.
+        device: where most of the state is.
         verify: hash every box where it leaves and where it arrives, and compare.
 
     Raises:
-        MigrationError: a tensor is not what the plan says of it; the message names worker, tensor and box.
+        MigrationError: the group is of another size than the plan.
     """
 
     def __init__(
-        self,
-        plan: MigrationPlan,
-        worker: int,
-        sources: Mapping[Shard, torch.Tensor],
-        targets: Mapping[Shard, torch.Tensor],
-        group: Any,
-        *,
-        timeout_s: float,
-        memory: SharedMemory | None = None,
-        verify: bool = False,
+        self, plan: MigrationPlan, worker: int, group: Any, timeout_s: float, device: torch.device, *, verify: bool
     ) -> None:
-        self._old_shards, new_shards = needed_shards(plan, worker)
-        check_tensors(worker, "old", self._old_shards, sources)
-        check_tensors(worker, "new", new_shards, targets)
-        self._setup(plan, worker, Held(sources, targets), group, timeout_s, verify)
-        self._places = NewPlaces(worker, self._schedule, sources, targets)
-        self._device = _device_of((*sources.values(), *targets.values()))
-        self._memory = memory
-        self._rounds: list[BoundRound] = []
-        self._local = LocalCopies((), ())
-
-    def _setup(
-        self, plan: MigrationPlan, worker: int, storage: Storage, group: Any, timeout_s: float, verify: bool
-    ) -> None:
-        self._plan = plan
-        self._worker = worker
-        self._storage = storage
-        self._wire = Wire(group)
-        if self._wire.size != plan.num_workers:
+        self.plan = plan
+        self.worker = worker
+        self.device = device
+        self.verify = verify
+        self.wire = Wire(group)
+        if self.wire.size != plan.num_workers:
             raise MigrationError(
-                f"worker {worker}: the plan is for {plan.num_workers} workers, the process group has {self._wire.size}"
+                f"worker {worker}: the plan is for {plan.num_workers} workers, the process group has {self.wire.size}"
             )
-        self._peers = Peers(plan, worker, self._wire, timeout_s)
-        self._schedule = schedule_for(plan, worker)
-        self._shared: SharedPlaces | None = None
-        self._staging: Staging | None = None
-        self._hashes = BoxHashes() if verify else None
+        self.peers = Peers(plan, worker, self.wire, timeout_s)
+        self.schedule = schedule_for(plan, worker)
 
-    @property
-    def staging_bytes(self) -> int:
-        """Memory that the migration holds beside the old and the new state."""
-        return self._staging.num_bytes if self._staging else 0
+    def staging(self, needs_bytes: Sequence[int], previous: Staging | None) -> Staging:
+        """Staging buffers for rounds that need so much: the `previous` ones where they are large enough."""
+        if previous is not None and previous.fits(needs_bytes):
+            return previous
+        pinned = self.device.type == "cuda" and self.wire.device.type == "cpu"
+        return Staging(needs_bytes, WINDOW, self.wire.device, pinned=pinned)
 
-    @property
-    def targets(self) -> dict[Shard, torch.Tensor]:
-        """The new local tensors, complete after `run`."""
-        return self._storage.targets
-
-    def prepare(self) -> None:
-        """Agree on the plan with every other worker, warm the connections, map shared memory, allocate and touch the
-        staging buffers.
-
-        Raises:
-            MigrationError: a worker has another plan, cannot take part, or does not answer in time.
-        """
-        file = self._memory.file if self._memory else None
-        neighbours = find_neighbours(
-            self._plan, self._worker, self._peers, file, partial(arena_bytes, self._plan), wanted=self._can_share()
-        )
-        if self._memory is not None:
-            self._memory.close()
-        self._share(neighbours, PeerTensors(self._plan, neighbours.mapped))
-        self._peers.meet(self._schedule)
-        self._bind()
-
-    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
-        """Take the old tensors as they are now. Costs next to nothing where every one still has its memory.
-
-        A target that was its old tensor's memory is where that tensor is now (`targets`): what it was before may be
-        in use by the script, and is not written to.
-
-        Returns:
-            The shards whose tensors have other memory than before.
-
-        Raises:
-            MigrationError: as for the constructor.
-        """
-        rebound = rebound_shards(self._worker, self._storage.sources, sources)
-        if rebound:
-            check_tensors(self._worker, "old", self._old_shards, sources)
-            self._storage.targets = self._places.after(sources)
-            self._storage.sources = dict(sources)
-            if self._staging is not None:
-                self._bind()
-        return rebound
-
-    def run(self, progress: Progress | None = None) -> MigrationReport:
-        """Move everything. Returns when this worker has sent and received all that the plan says.
-
-        Raises:
-            MigrationError: a peer was lost or too slow. Targets are then undefined, sources untouched.
-        """
-        if self._staging is None:
-            raise MigrationError(f"worker {self._worker}: run() needs prepare() on every worker first")
-        recorder = SpanRecorder()
-        self._storage.note()
-        tally = _Tally(self._schedule, progress)
-        start = time.perf_counter()
-        with self._stream():
-            self._before_rounds(recorder)
-            in_flight = self._post(0, recorder)
-            self._beside_rounds(recorder)
-            for number in range(len(self._schedule.rounds)):
-                assert in_flight is not None
-                if self._waits_before(number + 1):
-                    self._finish(number, in_flight, tally, recorder)
-                    in_flight = self._post(number + 1, recorder)
-                else:
-                    following = self._post(number + 1, recorder)
-                    self._finish(number, in_flight, tally, recorder)
-                    in_flight = following
-            self._settle_copies()
-            if self._hashes is not None:
-                with recorder.span("verify"):
-                    self._hashes.compare(self._worker, self._wire, self._peers.wait)
-        self._storage.note()
-        return MigrationReport(
-            seconds=time.perf_counter() - start,
-            sent_bytes=tally.sent_bytes,
-            received_bytes=tally.received_bytes,
-            referred_bytes=sum(r.box.num_elements * r.tensor.itemsize for r in self._schedule.refers),
-            rounds=len(self._schedule.rounds),
-            spans=tuple(recorder.spans),
-            timeline=tuple(self._storage.timeline),
-        )
+    def share(self, neighbours: Neighbours) -> None:
+        """From now on messages between neighbours go through the memory that they share."""
+        self.wire.bells = neighbours.bells
+        self.schedule = schedule_for(self.plan, self.worker, neighbours.pairs)
 
     def close(self) -> None:
-        """Take no further part: workers of this host that wait for this one hear of it. The tensors stay."""
-        self._wire.bells.close()
+        """Let the connections go; workers of this host that wait for this one hear of it."""
+        self.wire.close()
 
-    # -- what differs between the modes
 
-    def _bind(self) -> None:
-        self._allocate_staging()
-        assert self._staging is not None
-        binder = self._binder()
-        self._rounds = [binder.bind(r, self._staging.slot(number)) for number, r in enumerate(self._schedule.rounds)]
-        self._local = binder.bind_local(self._schedule.refers)
+class RoundMemory(Protocol):
+    """What `Run` asks of a mode while messages are on their way. `binder` finds the boxes of single transfers."""
 
-    def _before_rounds(self, recorder: SpanRecorder) -> None:
-        """Work that comes before the first message."""
+    @property
+    def binder(self) -> Binder: ...
 
-    def _beside_rounds(self, recorder: SpanRecorder) -> None:
-        """Work while the first messages are on their way."""
-        with recorder.span("local copies"):
-            copy_bits(self._local.copy_to, self._local.copy_from)
-
-    def _take(self, number: int) -> BoundRound:
+    def open(self, number: int) -> BoundRound:
         """The memory of a round that is about to be posted."""
-        return self._rounds[number]
 
-    def _done(self, number: int) -> None:
-        """A round's messages and copies are done."""
+    def clearance(self, message: Message) -> Work | None:
+        """What to wait for before the bytes of a message are put where they go from; None for nothing."""
 
-    # -- rounds
+    def close(self, number: int) -> None:
+        """All messages and copies of a round are done."""
 
-    def _post(self, number: int, recorder: SpanRecorder) -> _InFlight | None:
-        if number >= len(self._schedule.rounds):
+
+
+class Run:
+    """One run of one worker's messages.
+
+    Attributes:
+        recorder: the spans of this run, for a mode to add to.
+    """
+
+    def __init__(self, party: Party, memory: RoundMemory, progress: Progress | None) -> None:
+        self.recorder = SpanRecorder()
+        self._party = party
+        self._memory = memory
+        self._tally = _Tally(party.schedule, progress)
+        self._hashes = BoxHashes() if party.verify else None
+        self._start = time.perf_counter()
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        return self.recorder.span(name)
+
+    def rounds(self, beside: Callable[[], None] = lambda: None) -> None:
+        """Move all rounds. `beside`: work to do while the first messages are on their way.
+
+        Raises:
+            MigrationError: a peer was lost or too slow, or, with `verify`, a box arrived damaged.
+        """
+        in_flight = self._post(0)
+        beside()
+        for number in range(len(self._party.schedule.rounds)):
+            assert in_flight is not None
+            if self._waits_before(number + 1):
+                self._finish(number, in_flight)
+                in_flight = self._post(number + 1)
+            else:
+                following = self._post(number + 1)
+                self._finish(number, in_flight)
+                in_flight = following
+        finish_copies(self._party.device)
+        if self._hashes is not None:
+            with self.span("verify"):
+                self._hashes.compare(self._party.worker, self._party.wire, self._party.peers.wait)
+
+    def report(self, timeline: tuple[MemoryPoint, ...] = ()) -> MigrationReport:
+        schedule = self._party.schedule
+        return MigrationReport(
+            seconds=time.perf_counter() - self._start,
+            sent_bytes=self._tally.sent_bytes,
+            received_bytes=self._tally.received_bytes,
+            referred_bytes=sum(r.box.num_elements * r.tensor.itemsize for r in schedule.refers),
+            num_rounds=len(schedule.rounds),
+            spans=tuple(self.recorder.spans),
+            timeline=timeline,
+        )
+
+    def _post(self, number: int) -> _InFlight | None:
+        if number >= len(self._party.schedule.rounds):
             return None
-        with recorder.span(f"post round {number}"):
-            bound = self._take(number)
+        with self.span(f"post round {number}"):
+            bound = self._memory.open(number)
             receives = [(b.message.peer, b.message.tag, b.buffer) for b in bound.receives]
-            received, sent = self._wire.post(receives, map(self._packed, bound.sends))
+            received, sent = self._party.wire.post(receives, map(self._packed, bound.sends))
         return _InFlight(bound, received, sent)
 
     def _waits_before(self, number: int) -> bool:
         """Whether a round sends on what may come in the one before it."""
-        return number < len(self._schedule.rounds) and self._schedule.rounds[number].forwards
+        rounds = self._party.schedule.rounds
+        return number < len(rounds) and rounds[number].forwards
 
     def _packed(self, bound: BoundMessage) -> Operation:
+        message = bound.message
+        if (clearance := self._memory.clearance(message)) is not None:
+            self._party.peers.wait(clearance, f"waiting for room for {_contents(message)} at worker {message.peer}")
         if bound.copy_to:
             copy_bits(bound.copy_to, bound.copy_from)
-            self._settle_copies()
+            finish_copies(self._party.device)
         if self._hashes is not None:
-            for transfer in bound.message.transfers:
-                self._hashes.sending(transfer, self._binder().source_view(transfer))
-        return bound.message.peer, bound.message.tag, bound.buffer
+            for transfer in message.transfers:
+                self._hashes.sending(transfer, self._memory.binder.source_view(transfer))
+        return message.peer, message.tag, bound.buffer
 
-    def _finish(self, number: int, in_flight: _InFlight, tally: _Tally, recorder: SpanRecorder) -> None:
-        with recorder.span(f"finish round {number}"):
-            self._wait_for(number, in_flight, tally)
+    def _finish(self, number: int, in_flight: _InFlight) -> None:
+        with self.span(f"finish round {number}"):
+            self._wait_for(number, in_flight)
 
-    def _wait_for(self, number: int, in_flight: _InFlight, tally: _Tally) -> None:
+    def _wait_for(self, number: int, in_flight: _InFlight) -> None:
+        wait = self._party.peers.wait
         for b, work in zip(in_flight.bound.receives, in_flight.received, strict=True):
-            self._peers.wait(work, f"round {number}: receiving {contents(b.message)} from worker {b.message.peer}")
+            wait(work, f"round {number}: receiving {_contents(b.message)} from worker {b.message.peer}")
             copy_bits(b.copy_to, b.copy_from)
-            tally.received(b.message)
+            self._tally.received(b.message)
             if self._hashes is not None:
-                self._settle_copies()
+                finish_copies(self._party.device)
                 for transfer in b.message.transfers:
-                    self._hashes.received(transfer, self._binder().target_view(transfer))
+                    self._hashes.received(transfer, self._memory.binder.target_view(transfer))
         for b, work in zip(in_flight.bound.sends, in_flight.sent, strict=True):
-            self._peers.wait(work, f"round {number}: sending {contents(b.message)} to worker {b.message.peer}")
-            tally.sent(b.message)
-        self._settle_copies()
-        self._done(number)
-
-    # -- helpers
-
-    def _can_share(self) -> bool:
-        """Whether all that this worker receives lies where peers can write to."""
-        messages = (message for scheduled in self._schedule.rounds for message in scheduled.receives)
-        received = {Shard(t.tensor, t.target_box) for message in messages for t in message.transfers}
-        memory = self._memory
-        return memory is not None and all(memory.holds(shard, self._storage.target(shard)) for shard in received)
-
-    def _share(self, neighbours: Neighbours, places: SharedPlaces) -> None:
-        self._wire.bells = neighbours.bells
-        self._shared = places
-        self._schedule = schedule_for(self._plan, self._worker, neighbours.pairs)
-
-    def _binder(self) -> Binder:
-        return Binder(self._storage.source, self._storage.target, self._wire.device.type, self._shared)
-
-    def _allocate_staging(self) -> None:
-        binder = self._binder()
-        needs = [binder.staging_need_bytes(scheduled) for scheduled in self._schedule.rounds]
-        if self._staging is None or not self._staging.fits(needs):
-            pinned = self._device.type == "cuda" and self._wire.device.type == "cpu"
-            self._staging = Staging(needs, WINDOW, self._wire.device, pinned=pinned)
-
-    def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        """A stream of its own on a GPU, ordered after all that training has queued."""
-        if self._device.type != "cuda":
-            return contextlib.nullcontext()
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(stream)
-
-    def _settle_copies(self) -> None:
-        """The host is about to read, or to reuse, what a device copies."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            wait(work, f"round {number}: sending {_contents(b.message)} to worker {b.message.peer}")
+            self._tally.sent(b.message)
+        finish_copies(self._party.device)
+        self._memory.close(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +230,7 @@ class _Tally:
             self._progress(self.sent_bytes + self.received_bytes, self._total_bytes)
 
 
-def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """The GPU where any of the state is on one; optimizers keep some scalars on the host."""
-    return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-
-
-def contents(message: Message) -> str:
+def _contents(message: Message) -> str:
+    """The first box of a message and the number of the others, for people."""
     first = describe(message.transfers[0].tensor, message.transfers[0].box)
     return first if len(message.transfers) == 1 else f"{first} and {len(message.transfers) - 1} more"

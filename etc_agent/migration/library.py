@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from etc_agent.migration.check import check_dtypes, check_tensors
-from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import shared_memory_for
 from etc_agent.migration.progress import ProgressBar
+from etc_agent.migration.protocol import Migration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.transport.wire import Wire
@@ -81,7 +82,7 @@ def migrate(
             targets[shard] = have[shard]
         elif shard not in targets:
             targets[shard] = _empty(shard, device)
-    keeping = Migration(plan, rank, have, targets, backend, timeout_s=timeout_s, memory=memory, verify=verify)
+    keeping = KeepingMigration(plan, rank, have, targets, backend, timeout_s=timeout_s, memory=memory, verify=verify)
     return _run(keeping, rank, needed, device)
 
 

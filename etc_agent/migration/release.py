@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -10,19 +9,16 @@ from typing import Any
 import torch
 
 from etc_agent.migration.check import check_tensors, describe, needed_shards
-from etc_agent.migration.engine import Migration, Progress, contents
+from etc_agent.migration.engine import Party, Run
 from etc_agent.migration.errors import MigrationError
-from etc_agent.migration.memory.binding import BoundMessage, BoundRound, LocalCopies
-from etc_agent.migration.memory.bits import copy_bits
-from etc_agent.migration.memory.carrying import refers_to_carry
-from etc_agent.migration.memory.lifetimes import Step, default_budget_bytes, lifetimes_of
+from etc_agent.migration.memory.lifetimes import default_budget_bytes, lifetimes_of
 from etc_agent.migration.memory.memory_file import can_share
 from etc_agent.migration.memory.rebinding import rebound_shards
 from etc_agent.migration.memory.storage import OnDemand
-from etc_agent.migration.report import MigrationReport, SpanRecorder
-from etc_agent.migration.schedule import WINDOW
-from etc_agent.migration.transport.landing import Clearances, Landing, share_landing
-from etc_agent.migration.transport.wire import Operation
+from etc_agent.migration.protocol import Progress
+from etc_agent.migration.release_memory import ReleasingMemory
+from etc_agent.migration.report import MigrationReport
+from etc_agent.migration.transport.landing import Landing, share_landing
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
 from etc_agent.state.algebra import subtract_all
 from etc_agent.state.boxes import Box
@@ -31,14 +27,13 @@ from etc_agent.state.layout import Shard
 _NAMED = 5
 """Shards named in a message; of more only the number."""
 
-
 _LEEWAY = 16
-"""Where nobody named a budget, the buffers of the smallest rounds may take this part of what it has on top, once more:
-with tensors of one size two of them take all of it."""
+"""Without an explicit budget, staging may exceed it by this part of the headroom above the larger state; otherwise two
+tensors of equal size, whose smallest rounds take all of the headroom, could not change places."""
 
 
-class ReleasingMigration(Migration):
-    """One worker's part of a plan in `release` mode.
+class ReleasingMigration:
+    """One worker's part of a plan in `release` mode (`protocol.Migration`).
 
     New tensors are made as their first bytes are about to arrive; the storage of an old one is emptied when its last
     bytes have gone, whoever else refers to it. A failure loses what was under way: `remaining` says what is left.
@@ -47,7 +42,7 @@ class ReleasingMigration(Migration):
         sources: the old local tensors by shard, given up by the caller.
         device: where new tensors go.
         budget_bytes: most bytes of old state, new state and staging at once; by default `default_budget_bytes`.
-        plan, worker, group, timeout_s, verify: as for `Migration`.
+        plan, worker, group, timeout_s, verify: as for `KeepingMigration`.
 
     Attributes:
         peak_bytes: most bytes that will be held at once, known after `prepare`.
@@ -71,95 +66,102 @@ class ReleasingMigration(Migration):
     ) -> None:
         self._old_shards, new_shards = needed_shards(plan, worker)
         check_tensors(worker, "old", self._old_shards, sources)
-        self._device = torch.device(device)
-        self._on_demand = OnDemand(worker, sources, self._device)
+        self._party = Party(plan, worker, group, timeout_s, torch.device(device), verify=verify)
+        self._lifetimes = lifetimes_of(self._party.schedule, sources)
+        self._tensors = self._on_demand(sources)
         self._all_sources = tuple(sources)
-        self._setup(plan, worker, self._on_demand, group, timeout_s, verify)
-        self._on_demand.keep_whole(self._schedule.refers)
-        self._lifetimes = lifetimes_of(self._schedule, sources)
-        self._bound: list[BoundRound] | None = None
-        self._copies: list[LocalCopies] = []
-        self._arrived: list[Transfer] = []
-        self._copied: list[Refer] = []
-        self.peak_bytes = 0
-        self._has_begun = False
         self._landing = Landing(worker)
-        self._clearances = Clearances(self._wire.bells, self._schedule)
-        self._new_bytes = new_bytes = sum(shard.num_bytes for shard in new_shards)
+        self._memory: ReleasingMemory | None = None
+        self._has_begun = False
+        new_bytes = sum(shard.num_bytes for shard in new_shards)
         sizes = [shard.num_bytes for shard in (*sources, *new_shards)]
-        self.budget_bytes = budget_bytes or default_budget_bytes(self._on_demand.old_bytes, new_bytes, sizes)
-        on_top_bytes = self.budget_bytes - max(self._on_demand.old_bytes, new_bytes)
-        self._leeway_bytes = 0 if budget_bytes else on_top_bytes // _LEEWAY
+        self.budget_bytes = budget_bytes or default_budget_bytes(self._tensors.old_bytes, new_bytes, sizes)
+        headroom_bytes = self.budget_bytes - max(self._tensors.old_bytes, new_bytes)
+        self._leeway_bytes = 0 if budget_bytes else headroom_bytes // _LEEWAY
+        self.peak_bytes = 0
 
     @property
     def staging_bytes(self) -> int:
-        return super().staging_bytes + self._landing.my_area.num_bytes
+        return (self._memory.staging.num_bytes if self._memory else 0) + self._landing.my_area.num_bytes
+
+    @property
+    def targets(self) -> dict[Shard, torch.Tensor]:
+        return self._tensors.targets
 
     def prepare(self) -> None:
-        """Check the budget, agree on the plan with every other worker, warm the connections, touch staging buffers.
+        """Check the budget, agree on the plan with every other worker, make the connections, touch buffers.
 
         Raises:
-            MigrationError: the budget of a worker is too small, or as for `Migration.prepare`.
+            MigrationError: the budget of a worker is too small; a worker has another plan, cannot take part, or does
+                not answer in time.
         """
-        on_host = self._device.type == self._wire.device.type == "cpu"
-        self._landing = share_landing(self._plan, self._worker, self._peers, wanted=on_host and can_share())
-        self._share(self._landing.neighbours, self._landing)
-        self._clearances = Clearances(self._wire.bells, self._schedule)
-        self._bind()
-        freed = self._on_demand.freed_bytes(self._lifetimes)
-        peak = self._lifetimes.peak_bytes(self._on_demand.old_bytes, freed, WINDOW) + self.staging_bytes
-        self.peak_bytes = peak
-        complaint = None
-        if peak > self.budget_bytes + self._leeway_bytes:
-            complaint = (
-                f"worker {self._worker}: this migration holds up to {peak:,} bytes at once, the budget is "
-                f"{self.budget_bytes:,} (old state {self._on_demand.old_bytes:,}, buffers {self.staging_bytes:,}); "
-                f"allow at least {peak:,}, or plan with smaller rounds"
-            )
-            self._staging = None
-        self._peers.agree(complaint, None)
-        self._peers.meet(self._schedule)
+        party = self._party
+        on_host = party.device.type == party.wire.device.type == "cpu"
+        self._landing = share_landing(party.plan, party.worker, party.peers, wanted=on_host and can_share())
+        party.share(self._landing.neighbours)
+        self._allocate()
+        complaint = self._complaint()
+        if complaint is not None:
+            self._memory = None
+        party.peers.agree(complaint, None)
+        party.peers.meet(party.schedule)
         # What the run will hold at its peak anyway may as well be there from the start.
-        self._on_demand.touch_ahead(peak - self.staging_bytes - self._on_demand.old_bytes)
-        self._limit()
+        self._tensors.touch_ahead(self.peak_bytes - self.staging_bytes - self._tensors.old_bytes)
+        self._hold_to_peak()
+
+    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
+        """Take the old tensors as they are now, before `run`.
+
+        Raises:
+            MigrationError: a tensor is not what the plan says of it, or the budget is too small for their storages.
+        """
+        rebound = rebound_shards(self._party.worker, self._tensors.sources, sources)
+        if rebound:
+            check_tensors(self._party.worker, "old", self._old_shards, sources)
+            self._lifetimes = lifetimes_of(self._party.schedule, sources)
+            self._tensors = self._on_demand(sources)
+            self._all_sources = tuple(sources)
+            if self._memory is not None:
+                self._allocate()
+                if (complaint := self._complaint()) is not None:
+                    raise MigrationError(complaint)
+                self._hold_to_peak()
+        return rebound
 
     def run(self, progress: Progress | None = None) -> MigrationReport:
         """Move everything, once.
 
         Raises:
-            MigrationError: as for `Migration.run`, but sources have gone by then; or this has run already.
+            MigrationError: a peer was lost or too slow, and old tensors have gone by then; or this has run already.
         """
+        worker, memory = self._party.worker, self._memory
         if self._has_begun:
-            raise MigrationError(
-                f"worker {self._worker}: in release mode a migration runs once; plan again from remaining()"
-            )
-        self._has_begun = self._staging is not None
-        return super().run(progress)
+            raise MigrationError(f"worker {worker}: in release mode a migration runs once; plan again from remaining()")
+        if memory is None:
+            raise MigrationError(f"worker {worker}: run() needs prepare() on every worker first")
+        self._has_begun = True
+        # On the caller's stream: new tensors must come from the memory that training allocates from.
+        run = Run(self._party, memory, progress)
+        self._tensors.note()
+        if self._lifetimes.local:
+            with run.span("local copies"):
+                memory.copy_what_stays()
+        run.rounds()
+        self._tensors.note()
+        return run.report(tuple(self._tensors.timeline))
 
-    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
-        """Take the old tensors as they are now, before `run`. Costs next to nothing where every one has its memory.
-
-        Returns:
-            The shards whose tensors have other memory than before.
-
-        Raises:
-            MigrationError: as for the constructor.
-        """
-        rebound = rebound_shards(self._worker, self._storage.sources, sources)
-        if rebound:
-            check_tensors(self._worker, "old", self._old_shards, sources)
-            self._hold(sources)
-            self._bind()
-            self._limit()
-        return rebound
+    def close(self) -> None:
+        self._party.close()
 
     def remaining(self) -> dict[Shard, torch.Tensor]:
         """What this worker holds of the state at any point, also after a failed run: old shards that are still there,
         and the boxes of new ones that have arrived. No two overlap, so that it is a manifest to plan again from."""
-        sources, carried = self._on_demand.sources, self._on_demand.carried
+        sources, memory = self._tensors.sources, self._memory
+        if memory is None:
+            return dict(sources)
         gone: dict[Shard, list[Box]] = defaultdict(list)
-        for refer in self._copied:
-            if refer in carried:
+        for refer in memory.copied:
+            if refer in memory.carried:
                 gone[Shard(refer.tensor, refer.source_box)].append(refer.box)
         held = {}
         for shard, tensor in sources.items():
@@ -168,87 +170,46 @@ class ReleasingMigration(Migration):
             else:
                 rest = subtract_all(shard.box, gone[shard])
                 held |= {Shard(shard.tensor, box): tensor[box.within(shard.box)] for box in rest}
-        for refer in self._copied:
-            if refer in carried or Shard(refer.tensor, refer.source_box) not in sources:
+        for refer in memory.copied:
+            if refer in memory.carried or Shard(refer.tensor, refer.source_box) not in sources:
                 held[Shard(refer.tensor, refer.box)] = self._part(refer)
-        for transfer in self._arrived:
+        for transfer in memory.arrived:
             held[Shard(transfer.tensor, transfer.box)] = self._part(transfer)
         return held
 
     def account(self) -> str:
         """What a run that failed has given up here, for people; "" where that is nothing."""
-        held = self._on_demand.sources
+        held = self._tensors.sources
         gone = [describe(shard.tensor, shard.box) for shard in self._all_sources if shard not in held]
         if not gone:
             return ""
         left = sum(shard.num_bytes for shard in self.remaining())
         named = ", ".join(gone[:_NAMED]) + (f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else "")
-        return f"worker {self._worker} holds {left:,} bytes of state and has given up its shards of {named}"
+        return f"worker {self._party.worker} holds {left:,} bytes of state and has given up its shards of {named}"
 
-    def _hold(self, sources: Mapping[Shard, torch.Tensor]) -> None:
-        self._on_demand = OnDemand(self._worker, sources, self._device)
-        self._on_demand.keep_whole(self._schedule.refers)
-        self._storage = self._on_demand
+    def _on_demand(self, sources: Mapping[Shard, torch.Tensor]) -> OnDemand:
+        tensors = OnDemand(self._party.worker, sources, self._party.device)
+        tensors.keep_whole(self._party.schedule.refers)
+        return tensors
 
-    def _limit(self) -> None:
-        self._on_demand.held_bytes += self.staging_bytes
-        self._on_demand.limit_bytes = self.peak_bytes
-        self._on_demand.note()
+    def _allocate(self) -> None:
+        staging = self._memory.staging if self._memory is not None else None
+        self._memory = ReleasingMemory(self._party, self._lifetimes, self._landing, self._tensors, staging)
+        self.peak_bytes = self._memory.peak_bytes() + self.staging_bytes
+
+    def _complaint(self) -> str | None:
+        """Why the budget is too small, where it is."""
+        if self.peak_bytes <= self.budget_bytes + self._leeway_bytes:
+            return None
+        return (
+            f"worker {self._party.worker}: this migration holds up to {self.peak_bytes:,} bytes at once, the budget is "
+            f"{self.budget_bytes:,} (old state {self._tensors.old_bytes:,}, buffers {self.staging_bytes:,}); "
+            f"allow at least {self.peak_bytes:,}, or plan with smaller rounds"
+        )
+
+    def _hold_to_peak(self) -> None:
+        assert self._memory is not None
+        self._memory.hold_to(self.peak_bytes, self.staging_bytes)
 
     def _part(self, of: Refer | Transfer) -> torch.Tensor:
-        return self._on_demand.targets[Shard(of.tensor, of.target_box)][of.box.within(of.target_box)]
-
-    # -- the rounds of this mode
-
-    def _bind(self) -> None:
-        """Where the addresses of new tensors are known ahead, make every view now: thousands, some 10 us each."""
-        ahead = self._on_demand.reserve(self._lifetimes, refers_to_carry(self._schedule))
-        self._allocate_staging()
-        assert self._staging is not None
-        self._bound, self._copies = None, []
-        if ahead:
-            binder = self._binder()
-            rounds = enumerate(self._schedule.rounds)
-            self._bound = [binder.bind(scheduled, self._staging.slot(number)) for number, scheduled in rounds]
-            steps = (*self._lifetimes.local, *self._lifetimes.rounds)
-            carried = self._on_demand.carried
-            self._copies = [binder.bind_local([r for r in step.refers if r not in carried]) for step in steps]
-
-    def _stream(self) -> contextlib.AbstractContextManager[Any]:
-        """The caller's stream: new tensors must come from the memory that training allocates from."""
-        return contextlib.nullcontext()
-
-    def _before_rounds(self, recorder: SpanRecorder) -> None:
-        if self._lifetimes.local:
-            with recorder.span("local copies"):
-                for number, step in enumerate(self._lifetimes.local):
-                    self._open(step, number)
-                    self._settle_copies()
-                    self._on_demand.close(step)
-
-    def _beside_rounds(self, recorder: SpanRecorder) -> None:
-        """Local copies are made as their targets open."""
-
-    def _take(self, number: int) -> BoundRound:
-        assert self._staging is not None
-        self._open(self._lifetimes.rounds[number], len(self._lifetimes.local) + number)
-        if self._bound is not None:
-            return self._bound[number]
-        return self._binder().bind(self._schedule.rounds[number], self._staging.slot(number))
-
-    def _done(self, number: int) -> None:
-        self._arrived += [t for message in self._schedule.rounds[number].receives for t in message.transfers]
-        self._on_demand.close(self._lifetimes.rounds[number])
-        self._clearances.grant(number + WINDOW)
-
-    def _packed(self, bound: BoundMessage) -> Operation:
-        message = bound.message
-        if (clearance := self._clearances.of(message)) is not None:
-            self._peers.wait(clearance, f"waiting for room for {contents(message)} at worker {message.peer}")
-        return super()._packed(bound)
-
-    def _open(self, step: Step, number: int) -> None:
-        self._on_demand.open(step)
-        local = self._copies[number] if self._copies else self._binder().bind_local(step.refers)
-        copy_bits(local.copy_to, local.copy_from)
-        self._copied += step.refers
+        return self._tensors.targets[Shard(of.tensor, of.target_box)][of.box.within(of.target_box)]

@@ -34,7 +34,7 @@ class MigrationReport:
     sent_bytes: int
     received_bytes: int
     referred_bytes: int
-    rounds: int
+    num_rounds: int
     spans: tuple[Span, ...]
     timeline: tuple[MemoryPoint, ...] = ()
 

@@ -300,12 +300,14 @@ class Session:
         old, self._live, self._step = self._live, prepared.next, outcome.step
         self._is_held = prepared.generation.is_held
         self._retirements.announce()
-        self._retired = Retired(old, prepared, outcome.farewells)
+        self._retired = Retired(old, prepared, outcome.last_sends)
+        moved = outcome.report
+        assert moved is not None
         # Last: once the agent has heard this, it may ask for the next change.
         self._conversation.report(
             Switched(
-                prepared.generation.id, outcome.step, outcome.phases_ms,
-                outcome.sent_bytes, outcome.received_bytes, outcome.referred_bytes,
+                prepared.generation.id, outcome.step, outcome.phases.ms,
+                moved.sent_bytes, moved.received_bytes, moved.referred_bytes,
             )
         )
         if self._settings.trace_dir is not None:
@@ -324,7 +326,7 @@ class Session:
         if self._live is None:
             raise SystemExit(0)
         self._retirements.announce()
-        self._retirements.retire(Retired(None, prepared, outcome.farewells, is_entered=False))
+        self._retirements.retire(Retired(None, prepared, outcome.last_sends, is_entered=False))
         _log.error("generation %d was not entered; training goes on in generation %d", generation, self.generation)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "numpy", "etc_agent.migration.engine"])
+_context.set_forkserver_preload(["torch", "numpy", "etc_agent.migration.library"])
 
 
 @dataclass

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.boxes import Box, whole
@@ -58,7 +58,8 @@ def migrate(
     shared = SharedMemory(plan, rank) if memory == "shared" or (memory == "mixed" and rank % 2) else None
     if shared is not None:
         targets |= shared.tensors
-    migration = Migration(plan, rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20, memory=shared)
+    group = gloo(store, "m", rank, size)
+    migration = KeepingMigration(plan, rank, sources, targets, group, timeout_s=20, memory=shared)
     migration.prepare()
     report = migration.run()
     wrong = [shard.tensor.name for shard, tensor in targets.items() if not same_bits(tensor, slice_of(shard))]
@@ -103,7 +104,7 @@ def refer_and_refresh(rank: int, size: int, store: dist.Store) -> Any:
     targets = {shard: torch.zeros_like(slice_of(shard)) for shard in new[rank]}
     for shard in set(sources) & set(targets):
         targets[shard] = sources[shard]
-    migration = Migration(plan, rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20)
+    migration = KeepingMigration(plan, rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20)
     migration.prepare()
     # The optimizer replaces a tensor: other memory, other strides, other values.
     replaced = {shard: (tensor.float() + 1).to(tensor.dtype).t().contiguous().t() for shard, tensor in sources.items()}
@@ -127,7 +128,8 @@ def strided_targets(rank: int, size: int, store: dist.Store) -> Any:
     old, new = two_halves()
     sources = {shard: slice_of(shard) for shard in old[rank]}
     targets = {shard: torch.zeros_like(slice_of(shard)).t().contiguous().t() for shard in new[rank]}
-    migration = Migration(naive_plan(old, new), rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20)
+    group = gloo(store, "m", rank, size)
+    migration = KeepingMigration(naive_plan(old, new), rank, sources, targets, group, timeout_s=20)
     migration.prepare()
     migration.run()
     return [same_bits(tensor, slice_of(shard)) for shard, tensor in targets.items()]
@@ -144,7 +146,8 @@ def empty_shards(rank: int, size: int, store: dist.Store) -> Any:
     old, new = [(shard,) for shard in four], [(two[0],), (two[1],), (), ()]
     sources = {shard: slice_of(shard) for shard in old[rank]}
     targets = {shard: torch.zeros(shard.box.shape) for shard in new[rank]}
-    migration = Migration(naive_plan(old, new), rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20)
+    group = gloo(store, "m", rank, size)
+    migration = KeepingMigration(naive_plan(old, new), rank, sources, targets, group, timeout_s=20)
     migration.prepare()
     migration.run()
     return all(same_bits(tensor, slice_of(shard)) for shard, tensor in targets.items())
@@ -183,7 +186,7 @@ def test_a_tensor_unlike_its_manifest_is_refused_by_name(tensor: torch.Tensor | 
     else:
         sources[shard] = tensor
     with pytest.raises(MigrationError, match=complaint):
-        Migration(naive_plan(old, new), 0, sources, {s: slice_of(s) for s in new[0]}, _Group(), timeout_s=1)
+        KeepingMigration(naive_plan(old, new), 0, sources, {s: slice_of(s) for s in new[0]}, _Group(), timeout_s=1)
 
 
 def another_plan(rank: int, size: int, store: dist.Store) -> Any:
@@ -191,7 +194,7 @@ def another_plan(rank: int, size: int, store: dist.Store) -> Any:
     plan = naive_plan(old, new, 1 if rank == 1 else 2)
     sources, targets = {s: slice_of(s) for s in old[rank]}, {s: slice_of(s) for s in new[rank]}
     with pytest.raises(MigrationError) as caught:
-        Migration(plan, rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20).prepare()
+        KeepingMigration(plan, rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20).prepare()
     return str(caught.value)
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import SharedMemory
+from etc_agent.migration.protocol import Migration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.report import MigrationReport, Span
 from etc_agent.migration.trace import write_trace
@@ -51,7 +52,7 @@ def with_fault(rank: int, size: int, store: dist.Store, fault: str, at: int, way
     else:
         memory = SharedMemory(plan, rank) if way == "shared" else None
         targets = dict(memory.tensors) if memory else {shard: zeros(shard) for shard in new[rank]}
-        migration = Migration(plan, rank, sources, targets, group, timeout_s=TIMEOUT_S, memory=memory)
+        migration = KeepingMigration(plan, rank, sources, targets, group, timeout_s=TIMEOUT_S, memory=memory)
     migration.prepare()
     finished = 0
 
@@ -116,7 +117,7 @@ def test_a_stopped_worker_costs_the_timeout_and_no_more(way: str) -> None:
 def absent(rank: int, size: int, store: dist.Store) -> str:
     old, new = rotation()
     sources, targets = {s: slice_of(s) for s in old[rank]}, {s: slice_of(s) for s in new[rank]}
-    migration = Migration(make_plan(old, new), rank, sources, targets, gloo(store, "m", rank, size), timeout_s=2)
+    migration = KeepingMigration(make_plan(old, new), rank, sources, targets, gloo(store, "m", rank, size), timeout_s=2)
     if rank == VICTIM:
         time.sleep(3)
         return "absent"

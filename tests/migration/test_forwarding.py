@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from etc_agent.migration.engine import Migration
+from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import SharedMemory
+from etc_agent.migration.protocol import Migration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
@@ -48,7 +49,7 @@ def grow(rank: int, size: int, store: dist.Store, mode: str, round_bytes: int) -
         memory = SharedMemory(plan, rank) if mode == "shared" else None
         targets = {shard: sources[shard] if shard in sources else zeros(shard) for shard in new[rank]}
         targets |= memory.tensors if memory else {}
-        migration = Migration(plan, rank, sources, targets, group, timeout_s=20, memory=memory, verify=True)
+        migration = KeepingMigration(plan, rank, sources, targets, group, timeout_s=20, memory=memory, verify=True)
     migration.prepare()
     report = migration.run()
     return [s for s in new[rank] if not same_bits(migration.targets[s], slice_of(s))], report.sent_bytes

@@ -46,7 +46,7 @@ def migrate_between(rank: int, size: int, store: dist.Store, hosts: list[str], u
         wrong = [s for s in new[rank] if s.num_bytes and not same_bits(migration.targets[s], slice_of(s))]
         assert wrong == []
         assert max(point.held_bytes for point in report.timeline) <= migration.peak_bytes <= migration.budget_bytes
-        messages = [m for r in migration._schedule.rounds for m in (*r.sends, *r.receives)]
+        messages = [m for r in migration._party.schedule.rounds for m in (*r.sends, *r.receives)]
         sharing.append({message.peer for message in messages if message.shared})
         del migration, sources, group
         gc.collect()

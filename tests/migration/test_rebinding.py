@@ -1,5 +1,5 @@
-"""Old tensors that get other memory between `prepare` and `run` in `keep` mode: the values that they have then move, and
-nothing that the old generation or the script uses is written to."""
+"""Old tensors that get other memory between `prepare` and `run` in `keep` mode: the values that they have then move,
+and nothing that the old generation or the script uses is written to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.migration.memory.spans import Spans
 from etc_agent.planner.migration import make_plan
@@ -76,8 +76,8 @@ def in_mapped_memory(worker: int, held: Held) -> Held:
     return {shard: tensors[shard] for shard in held}
 
 
-def rebind(case: Case, live: Held) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Do what the script does. Returns what it has kept for later, with its value."""
+def rebind(case: Case, live: Held) -> list[torch.Tensor]:
+    """Do what the script does. Returns the memory that it keeps for later."""
     by_name = {shard.tensor.name: (shard, tensor) for shard, tensor in live.items()}
     kept = []
     for number, (what, name, with_name) in enumerate(case.done):
@@ -91,14 +91,14 @@ def rebind(case: Case, live: Held) -> list[tuple[torch.Tensor, torch.Tensor]]:
                 other = by_name[with_name][1]
                 swap(tensor, other) if what == "swap" else setattr(tensor, "data", other.data)
             case "replace":
-                kept.append((tensor.data, tensor.data.clone()))
+                kept.append(tensor.data)
                 tensor.data = numbers(number, shard)
             case "replace strided":
                 tensor.data = numbers(number, shard).t().contiguous().t()
             case "view of a larger one":
                 around = torch.cat([numbers(number, shard), numbers(number + 100, shard)])
                 tensor.data = around[: len(tensor)]
-                kept.append((around, around.clone()))
+                kept.append(around)
             case "one row for all":
                 tensor.data = numbers(number, Shard(shard.tensor, Box((0, 0), SHAPE)))[:1, :1].expand(tensor.shape)
             case "write":
@@ -109,14 +109,10 @@ def rebind(case: Case, live: Held) -> list[tuple[torch.Tensor, torch.Tensor]]:
                 values = numbers(number, shard)
                 if size == values.nbytes:
                     tensor.untyped_storage().resize_(0)
-                    kept.append((torch.full((size,), 7, dtype=torch.uint8), torch.full((size,), 7, dtype=torch.uint8)))
+                    kept.append(torch.full((size,), 7, dtype=torch.uint8))
                     tensor.untyped_storage().resize_(size)
                     tensor.copy_(values)
     return kept
-
-
-def values_of(live: Held) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(tensor, tensor.clone()) for tensor in live.values()]
 
 
 def run_case(case: Case, rank: int, size: int, store: dist.Store) -> dict[str, Any]:
@@ -129,10 +125,11 @@ def run_case(case: Case, rank: int, size: int, store: dist.Store) -> dict[str, A
     memory = SharedMemory(plan, rank)
     targets = memory.tensors | {shard: sources[shard] for shard in new[rank] if shard in sources}
     targets |= {shard: zeros(shard) for shard in new[rank] if shard not in targets}
-    migration = Migration(plan, rank, sources, targets, gloo(store, "m", rank, size), timeout_s=20, memory=memory)
+    group = gloo(store, "m", rank, size)
+    migration = KeepingMigration(plan, rank, sources, targets, group, timeout_s=20, memory=memory)
     migration.prepare()
     kept = rebind(case, live)
-    before = kept + values_of(live)
+    before = [(tensor, tensor.clone()) for tensor in (*kept, *live.values())]
     migration.refresh({shard: tensor.detach() for shard, tensor in live.items()})
     migration.run()
     migration.close()
@@ -141,6 +138,7 @@ def run_case(case: Case, rank: int, size: int, store: dist.Store) -> dict[str, A
         "changed": changed,
         "live": {shard: tensor.clone() for shard, tensor in live.items()},
         "new": {shard: migration.targets[shard].clone() for shard in new[rank]},
+        "strided": [shard for shard in new[rank] if not migration.targets[shard].is_contiguous()],
     }
 
 
@@ -217,6 +215,7 @@ def judge(case: Case, answers: list[dict[str, Any]]) -> None:
     live = [answer["live"] for answer in answers]
     for answer in answers:
         assert answer["changed"] == [], case
+        assert answer["strided"] == [], "as prepared, so that replicas are alike"
         for shard, tensor in answer["new"].items():
             assert same_bits(tensor, expected(shard, live)), (case, shard)
 
@@ -252,8 +251,8 @@ def test_a_new_tensor_in_memory_of_an_old_one_is_refused_by_name_where_it_would_
     plan = make_plan([tuple(old)], [(left,)])
     inside = sources[old[1]].view(-1)[:8].view(4, 2)
     with pytest.raises(MigrationError, match=r"new shard of 'a' \[0:4, 0:2\] lies in memory .* of 'b' \[0:4, 0:4\]"):
-        Migration(plan, 0, sources, {left: inside}, _Group(), timeout_s=1)
-    same = Migration(plan, 0, sources, {left: sources[old[0]][:, :2]}, _Group(), timeout_s=1)
+        KeepingMigration(plan, 0, sources, {left: inside}, _Group(), timeout_s=1)
+    same = KeepingMigration(plan, 0, sources, {left: sources[old[0]][:, :2]}, _Group(), timeout_s=1)
     sources[old[0]] = sources[old[0]].clone()
     assert same.refresh(sources) == {old[0]}
     assert same.targets[left].data_ptr() == sources[old[0]].data_ptr(), "nothing is copied"
@@ -264,7 +263,7 @@ def test_a_tensor_that_has_lost_its_memory_is_refused_by_name() -> None:
     plan = make_plan([(shard,)], [(shard,)])
     for size in (0, 32):
         sources = {shard: slice_of(shard)}
-        migration = Migration(plan, 0, sources, sources, _Group(), timeout_s=1)
+        migration = KeepingMigration(plan, 0, sources, sources, _Group(), timeout_s=1)
         sources[shard].untyped_storage().resize_(size)
         with pytest.raises(MigrationError, match=rf"'w' \[0:4, 0:4\]: expected a storage .* got one of {size} bytes"):
             migration.refresh(sources)
@@ -274,6 +273,7 @@ def test_what_overlaps_is_found_among_spans_of_every_length() -> None:
     flat = torch.zeros(100)
     shards = [Shard(logical(name, (1,), torch.float32), whole((1,))) for name in "xyz"]
     spans = Spans(zip(shards, (flat[:50], flat[10:12], flat[60:70:3]), strict=True))
-    for start, end, found in ((0, 1, 0), (11, 12, 0), (20, 60, 0), (50, 60, None), (61, 62, 2), (66, 67, 2), (70, 90, None)):
+    parts = ((0, 1, 0), (11, 12, 0), (20, 60, 0), (50, 60, None), (61, 62, 2), (66, 67, 2), (70, 90, None))
+    for start, end, found in parts:
         assert spans.overlapping(flat[start:end]) == (None if found is None else shards[found]), (start, end)
     assert spans.overlapping(flat[:0]) is None

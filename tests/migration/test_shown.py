@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from etc_agent.migration.engine import Migration
 from etc_agent.migration.errors import MigrationError
+from etc_agent.migration.hashes import box_hash
+from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory import bits
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.report import MemoryPoint, MigrationReport, Span
 from etc_agent.migration.trace import write_trace
-from etc_agent.migration.verify import box_hash
 from etc_agent.planner.migration import make_plan
 from tests.migration.processes import gloo, run_workers
 from tests.migration.states import slice_of, zeros
@@ -54,7 +54,7 @@ def damaged(rank: int, size: int, store: dist.Store) -> str | None:
     old, new = two_halves()
     sources = {shard: slice_of(shard) for shard in old[rank]}
     targets = {shard: zeros(shard) for shard in new[rank]}
-    migration = Migration(
+    migration = KeepingMigration(
         make_plan(old, new), rank, sources, targets, gloo(store, "m", rank, size), timeout_s=10, verify=True
     )
     migration.prepare()
@@ -69,15 +69,15 @@ def damaged(rank: int, size: int, store: dist.Store) -> str | None:
 
 def _flip_a_bit_when_copying() -> None:
     """Memory that goes bad on the receiver, after the bytes have arrived."""
-    import etc_agent.migration.verify as verify
+    import etc_agent.migration.hashes as hashes
 
-    honest = verify.box_hash
+    honest = hashes.box_hash
 
     def bad(view: torch.Tensor) -> bytes:
         bits.as_bytes(view)[0] ^= 1
         return honest(view)
 
-    verify.box_hash = bad
+    hashes.box_hash = bad
 
 
 def test_verify_names_the_box_that_arrived_damaged() -> None:

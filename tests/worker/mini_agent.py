@@ -205,6 +205,14 @@ class MiniAgent:
         (self.directory / "last.part").rename(self.directory / "last")
         return last
 
+    def rebind(self, kinds: str) -> None:
+        """Have every worker do `kinds` (`rebinding`) after one step, the same one, and wait until it is done."""
+        step = self.steps()[-1]["step"] + 10
+        (self.directory / "rebind.part").write_text(kinds)
+        (self.directory / "rebind.part").rename(self.directory / f"rebind-{step}")
+        assert self.steps()[-1]["step"] < step
+        self.wait_for(lambda: self.steps()[-1]["step"] > step, f"step {step} to end")
+
     def finish(self) -> dict[Slot, int]:
         """Wait until every worker has ended by itself; their exit codes."""
         for worker in self.workers.values():

@@ -16,7 +16,7 @@ from oracle import assert_same_bits, gathered
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.rng import carried_stream, derived_seed
-from etc_agent.worker.change.verify import write_shards
+from etc_agent.worker.change.shard_files import write_shards
 from etc_agent.worker.context import check_global_batch
 
 CPU = torch.device("cpu")

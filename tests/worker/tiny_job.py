@@ -20,16 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rebinding import rebind
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import etc_agent as etc
 from etc_agent.integrations.native import shards_of
-from etc_agent.migration.engine import Migration
+from etc_agent.migration.keep import KeepingMigration
+from etc_agent.worker.change.errors import SwitchError
 from etc_agent.worker.change.prepare import PreparedGeneration
-from etc_agent.worker.change.switch import SwitchError
-from etc_agent.worker.change.verify import write_shards
+from etc_agent.worker.change.shard_files import write_shards
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.world.swap import World
 
@@ -191,25 +192,25 @@ def train(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Ten
 def hang_in_connecting() -> None:
     """Have this process never come to the end of a preparation."""
 
-    def hang(self: Migration) -> None:
+    def hang(self: KeepingMigration) -> None:
         time.sleep(600)
 
-    Migration.prepare = hang  # type: ignore[method-assign]
+    KeepingMigration.prepare = hang  # type: ignore[method-assign]
 
 
 def living() -> dict[str, int]:
     """How many objects of those kinds are referred to in this process."""
     gc.collect()
-    kinds = (etc.TrainState, World, LiveGeneration, PreparedGeneration, Migration)
+    kinds = (etc.TrainState, World, LiveGeneration, PreparedGeneration, KeepingMigration)
     return {kind.__name__: sum(isinstance(each, kind) for each in gc.get_objects()) for kind in kinds}
 
 
 def die_midway(after: float, migration: int = 1) -> None:
     """Have this process die by SIGKILL in its so many-th migration, when the part `after` of what it sends and receives
     is done."""
-    run, begun = Migration.run, 0
+    run, begun = KeepingMigration.run, 0
 
-    def run_and_die(self: Migration, progress: Any = None) -> Any:
+    def run_and_die(self: KeepingMigration, progress: Any = None) -> Any:
         nonlocal begun
         begun += 1
         if begun < migration:
@@ -221,7 +222,7 @@ def die_midway(after: float, migration: int = 1) -> None:
         if done >= after * total:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Migration.run = run_and_die  # type: ignore[method-assign]
+    KeepingMigration.run = run_and_die  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -260,6 +261,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 if fault.get("hang_at") == step.index and session.parallel.rank == 1:
                     time.sleep(600)
                 step.commit()
+            if (log / f"rebind-{step.index}").exists():
+                rebind(session.state, (log / f"rebind-{step.index}").read_text())
             own, seen = session.state.extras["own"], session.state.extras["seen"]
             own.steps += 1
             seen.note(ids["ids"], step.index)

@@ -37,6 +37,12 @@ def copy_bits(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
+def finish_copies(device: torch.device) -> None:
+    """Wait for what a device copies: the host is about to read it, or to use its memory again."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def touch(tensor: torch.Tensor) -> None:
     """Write to every page, so that the page faults are paid now and not while training stands still."""
     as_bytes(tensor).zero_()

@@ -3,7 +3,7 @@
 A script may do that: ``w.data, average.data = average.data, w.data`` for an evaluation with averaged weights, or an
 `optimizer.load_state_dict`. In `keep` nothing that the old generation uses may be written before the commit, and what
 a tensor left behind may still be in use. So a target that was to be its old tensor's memory is never written to: it is
-wherever that tensor is now.
+wherever that tensor is now, or gets memory of its own where that tensor is arranged in another way.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class NewPlaces:
         """The targets, now that the old tensors are `sources`.
 
         Raises:
-            MigrationError: a new tensor would be written to in memory that an old one uses, or is made of several old
-                ones that are not in one place any more.
+            MigrationError: a new tensor would be written to in memory that an old one uses.
         """
         targets = {
             shard: self._where_it_is(shard, tensor, sources) if shard in self._borrowed else tensor
@@ -92,11 +91,11 @@ class NewPlaces:
         if all(same_memory(_source_of(refer, sources), _part(refer, tensor)) for refer in refers):
             return tensor
         if len(refers) == 1 and refers[0].box == shard.box:
-            return _source_of(refers[0], sources)
-        raise MigrationError(
-            f"worker {self._worker}: new shard of {describe(shard.tensor, shard.box)} was prepared in the memory of "
-            f"{len(refers)} old ones, which have got other memory since; give it memory of its own"
-        )
+            source = _source_of(refers[0], sources)
+            if source.stride() == tensor.stride() and source.device == tensor.device:
+                return source
+        # In memory of its own and arranged as it was prepared: replicas on other workers are arranged like that.
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def _is_written(self, shard: Shard, tensor: torch.Tensor, sources: Mapping[Shard, torch.Tensor]) -> bool:
         if shard in self._received:

@@ -1,8 +1,7 @@
-"""Where a worker's old and new tensors live during a migration: the two modes of `Migration`.
+"""Where a worker's old and new tensors are in `release` mode: memory comes and goes with the steps.
 
-`Held` is `keep`: old and new state lie side by side, and the old one stays whole. `OnDemand` is `release`: a new tensor
-gets memory when its first bytes are about to arrive, an old one loses it when its last bytes have gone, and the sum
-stays below a budget that is checked before anything moves.
+A new tensor gets memory when its first bytes are about to arrive, an old one loses it when its last bytes have gone,
+and the sum stays below a budget that is checked before anything moves.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import mmap
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -25,42 +23,6 @@ from etc_agent.migration.memory.recycling import SparePages
 from etc_agent.migration.report import MemoryPoint
 from etc_agent.planner.plan import Refer
 from etc_agent.state.layout import Shard
-
-
-class Storage(Protocol):
-    """What `Migration` asks of a mode."""
-
-    sources: dict[Shard, torch.Tensor]
-    targets: dict[Shard, torch.Tensor]
-    timeline: list[MemoryPoint]
-
-    def source(self, shard: Shard) -> torch.Tensor: ...
-
-    def target(self, shard: Shard) -> torch.Tensor: ...
-
-    def note(self) -> None: ...
-
-
-class Held:
-    """Everything is there from the start and stays."""
-
-    def __init__(self, sources: Mapping[Shard, torch.Tensor], targets: Mapping[Shard, torch.Tensor]) -> None:
-        self.sources = dict(sources)
-        self.targets = dict(targets)
-        self.timeline: list[MemoryPoint] = []
-        # Tensors that share a storage hold it once.
-        storages = [tensor.untyped_storage() for tensor in (*sources.values(), *targets.values())]
-        self._held_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-    def source(self, shard: Shard) -> torch.Tensor:
-        return self.sources[shard]
-
-    def target(self, shard: Shard) -> torch.Tensor:
-        return self.targets[shard]
-
-    def note(self) -> None:
-        """Put the bytes of old and new tensors on the timeline."""
-        self.timeline.append(MemoryPoint(time.time(), self._held_bytes))
 
 
 class OnDemand:

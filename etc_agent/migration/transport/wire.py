@@ -68,6 +68,11 @@ class Wire:
         self.bells = Bells(())
         self.is_nccl = "nccl" in str(group.name()).lower()
 
+    def close(self) -> None:
+        """Let the group go, whose sockets live as long as anything refers to it, and silence the bells."""
+        self.bells.close()
+        self._group = None
+
     @property
     def size(self) -> int:
         return int(self._group.size())
@@ -124,8 +129,7 @@ class Wire:
         return [work] * len(receives), [work] * len(sends)
 
     def all_gather(self, row: torch.Tensor, timeout: datetime.timedelta) -> list[torch.Tensor]:
-        """The equally shaped `row` of every worker, in worker order.
-        """
+        """The equally shaped `row` of every worker, in worker order."""
         rows = [torch.empty_like(row) for _ in range(self.size)]
         self._group.allgather([rows], [row]).wait(timeout)
         return rows

@@ -19,21 +19,18 @@ import torch.distributed as dist
 
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import RelayedError, one_line
-from etc_agent.integrations.native import TrainState, materialise, shards_of
-from etc_agent.migration.engine import Migration
-from etc_agent.migration.memory.shared import shared_memory_for
+from etc_agent.integrations.native import TrainState, shards_of
 from etc_agent.migration.modes import Choice, Wish, choose_mode, free_bytes
-from etc_agent.migration.release import ReleasingMigration
-from etc_agent.migration.release_plan import plan_release
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Shard
 from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.holdings import Holdings
+from etc_agent.worker.change.make_mode import make_mode, make_plan_for
+from etc_agent.worker.change.mode import Mode
 from etc_agent.worker.change.rng import carried_stream
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
@@ -53,8 +50,7 @@ class PreparedGeneration:
     """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried. In
     `release` mode the model in `next` is on the meta device until its tensors have come.
 
-    `old_shards`: the shards of the live state by name, so that the switch need not work them out again. `moved_bytes`:
-    between all workers.
+    `holdings`: what this worker held when it was prepared, None where it joins. `moved_bytes`: between all workers.
     """
 
     generation: Generation
@@ -65,11 +61,11 @@ class PreparedGeneration:
     plan: MigrationPlan
     moved_bytes: int
     choice: Choice
-    migration: Migration
+    mode: Mode
     next: LiveGeneration | None
-    old_shards: dict[str, Shard]
+    holdings: Holdings | None
     old_stream: tuple[Shard, torch.Tensor] | None
-    new_stream: tuple[Shard, torch.Tensor] | None
+    new_stream: Shard | None
     phases_ms: dict[str, float] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -77,9 +73,9 @@ class PreparedGeneration:
         if self.next is not None:
             self.next.world.close()
         self.next = None
-        if self.migration is not None:
-            self.migration.close()
-        self.group = self.migration = None  # type: ignore[assignment]
+        self.holdings = None
+        self.mode.close()
+        self.group = None  # type: ignore[assignment]
 
 
 class Owner(Protocol):
@@ -130,7 +126,11 @@ def prepare(
                     # Told to the others with the manifests, so that nobody waits for this worker.
                     refusal = (kind_of(error), one_line(error))
             owner.check()
-            sources, old_stream = _old_shards(owner.holdings(), crew, generation, previous, device)
+            holdings = owner.holdings()
+            sources = dict(holdings.tensors) if holdings is not None else {}
+            old_stream = _old_stream(crew, generation, previous, device)
+            if old_stream is not None:
+                sources[old_stream[0]] = old_stream[1]
             manifest, new_stream = _new_manifest(state, world, crew, generation, previous, device)
         with _phase(phases_ms, "memory"):
             owner.await_memory()
@@ -139,44 +139,6 @@ def prepare(
             wish = _wish(settings, crew)
             rows = gather_json(group, _say(tuple(sources), manifest, refusal, wish))
             _refuse_if_any(rows)
-        with _phase(phases_ms, "plan"):
-            old, new = ([decode_manifest(row[side]) for row in rows] for side in ("old", "new"))
-            choice = choose_mode([Wish(**row["wish"]) for row in rows], old, new)
-            if choice.mode == "release":
-                plan = plan_release(old, new, choice.budget_bytes, list(crew.nodes))
-                if crew.worker == 0:
-                    _log.warning(
-                        "generation %d is migrated to in release mode, since %s: once that has begun, the old state "
-                        "goes as the new one comes, and a worker lost meanwhile takes its part of it along",
-                        generation.id, choice.why,
-                    )
-            else:
-                # On one host nobody's port is relieved by a detour.
-                plan = make_plan(old, new, nodes=list(crew.nodes), forwarding=len(set(crew.nodes)) > 1)
-        with _phase(phases_ms, "allocate"):
-            keeps = choice.mode == "keep"
-            memory = shared_memory_for(plan, crew.worker, device) if keeps else None
-            shared = {} if memory is None else memory.tensors
-            targets = {}
-            if keeps and state is not None and world is not None:
-                targets = _materialised(state, world, plan, crew, sources, shared, device)
-            if keeps and new_stream is not None:
-                new_stream = (new_stream[0], shared.get(*new_stream))
-                targets[new_stream[0]] = new_stream[1]
-        owner.check()
-        with _phase(phases_ms, "connect"):
-            migration: Migration
-            timeout_s, verify = settings.switch_timeout_s, settings.verify_dir is not None
-            if keeps:
-                migration = Migration(
-                    plan, crew.worker, sources, targets, group, timeout_s=timeout_s, memory=memory, verify=verify
-                )
-            else:
-                migration = ReleasingMigration(
-                    plan, crew.worker, sources, group,
-                    timeout_s=timeout_s, device=device, budget_bytes=choice.budget_bytes, verify=verify,
-                )
-            migration.prepare()
         following = None
         if world is not None and state is not None:
             assert crew.new_rank is not None
@@ -184,10 +146,25 @@ def prepare(
                 generation.config, world.mesh, crew.new_rank, device, generation.id, settings.global_batch
             )
             following = LiveGeneration(generation.id, world, vote, state, context)
+        with _phase(phases_ms, "plan"):
+            old, new = ([decode_manifest(row[side]) for row in rows] for side in ("old", "new"))
+            choice = choose_mode([Wish(**row["wish"]) for row in rows], old, new)
+            plan = make_plan_for(choice, old, new, list(crew.nodes))
+            if choice.mode == "release" and crew.worker == 0:
+                _log.warning(
+                    "generation %d is migrated to in release mode, since %s: once that has begun, the old state "
+                    "goes as the new one comes, and a worker lost meanwhile takes its part of it along",
+                    generation.id, choice.why,
+                )
+        with _phase(phases_ms, "allocate"):
+            mode = make_mode(choice, plan, crew.worker, group, sources, manifest, following, settings)
+        owner.check()
+        with _phase(phases_ms, "connect"):
+            mode.migration.prepare()
         undo.pop_all()
     return PreparedGeneration(
-        generation, previous, slot, crew, group, plan, plan.moved_bytes, choice, migration, following,
-        {shard.tensor.name: shard for shard in sources}, old_stream, new_stream, phases_ms,
+        generation, previous, slot, crew, group, plan, plan.moved_bytes, choice, mode, following,
+        holdings, old_stream, new_stream, phases_ms,
     )
 
 
@@ -239,17 +216,16 @@ def _vote(owner: Owner, store: dist.Store, rank: int, generation: Generation, se
     )
 
 
-def _old_shards(
-    holdings: Holdings | None, crew: Crew, generation: Generation, previous: Generation, device: torch.device
-) -> tuple[dict[Shard, torch.Tensor], tuple[Shard, torch.Tensor] | None]:
-    """What this worker holds now, with a buffer for its random stream where that is carried on."""
-    if holdings is None or crew.old_rank is None:
-        return {}, None
-    sources = dict(holdings.tensors)
-    stream = _with_buffer(carried_stream(crew.old_rank, previous.config, generation.config, device))
-    if stream is not None:
-        sources[stream[0]] = stream[1]
-    return sources, stream
+def _old_stream(
+    crew: Crew, generation: Generation, previous: Generation, device: torch.device
+) -> tuple[Shard, torch.Tensor] | None:
+    """The random stream of this worker, where that is carried on, and a buffer for it."""
+    if crew.old_rank is None:
+        return None
+    shard = carried_stream(crew.old_rank, previous.config, generation.config, device)
+    if shard is None:
+        return None
+    return shard, torch.zeros(shard.box.shape, dtype=torch.uint8, device="cpu")
 
 
 def _new_manifest(
@@ -259,20 +235,14 @@ def _new_manifest(
     generation: Generation,
     previous: Generation,
     device: torch.device,
-) -> tuple[tuple[Shard, ...], tuple[Shard, torch.Tensor] | None]:
-    """What this worker will hold, with a buffer for the random stream that it takes over."""
+) -> tuple[tuple[Shard, ...], Shard | None]:
+    """What this worker will hold, and the random stream among it that it takes over."""
     if state is None or world is None or crew.new_rank is None:
         return (), None
     with entered(world):
         manifest = tuple(shards_of(state))
-    stream = _with_buffer(carried_stream(crew.new_rank, generation.config, previous.config, device))
-    return (manifest if stream is None else (*manifest, stream[0])), stream
-
-
-def _with_buffer(shard: Shard | None) -> tuple[Shard, torch.Tensor] | None:
-    if shard is None:
-        return None
-    return shard, torch.zeros(shard.box.shape, dtype=torch.uint8, device="cpu")
+    stream = carried_stream(crew.new_rank, generation.config, previous.config, device)
+    return (manifest if stream is None else (*manifest, stream)), stream
 
 
 def _wish(settings: Settings, crew: Crew) -> Wish:
@@ -294,34 +264,3 @@ def _refuse_if_any(rows: list[dict[str, Any]]) -> None:
     if refusals:
         kind, error = min(refusals, key=lambda refusal: kinds.index(refusal[0]))
         raise RelayedError(error, kind)
-
-
-def _materialised(
-    state: TrainState,
-    world: World,
-    plan: MigrationPlan,
-    crew: Crew,
-    sources: dict[Shard, torch.Tensor],
-    shared: dict[Shard, torch.Tensor],
-    device: torch.device,
-) -> dict[Shard, torch.Tensor]:
-    """Give `state` storage: that of the old shard where the plan keeps it whole, else new memory, already touched.
-
-    `shared`: memory that workers of this host can write to.
-    """
-    kept = {
-        Shard(refer.tensor, refer.target_box): sources[Shard(refer.tensor, refer.source_box)]
-        for refer in plan.refers
-        if refer.worker == crew.worker and refer.is_whole
-    }
-
-    def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
-        if shard in kept:
-            return kept[shard]
-        if shard in shared and meta.is_contiguous():
-            return shared[shard]
-        return torch.empty_like(meta, device=device).zero_()
-
-    with entered(world):
-        materialise(state, provide)
-        return shards_of(state)

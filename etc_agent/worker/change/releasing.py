@@ -2,48 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
 
-from etc_agent.errors import EtcError
 from etc_agent.integrations.native import materialise, shards_of
 from etc_agent.migration.memory.binding import same_memory
 from etc_agent.migration.memory.bits import as_bits, copy_bits
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.state.layout import Shard
-from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.errors import StateLostError, SwitchError
+from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.world.swap import entered
 
-
-class StateLostError(EtcError):
-    """A switch in `release` mode failed after it had begun: neither generation's state is whole."""
-
-
-def take_over(prepared: PreparedGeneration) -> None:
-    """Give the tensors that have come to the new generation, whose model is on the meta device until then."""
-    following = prepared.next
-    if following is None:
-        return
-    targets = prepared.migration.targets
-
-    def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
-        # Nobody sends an empty shard.
-        return targets[shard] if shard in targets else torch.empty_like(meta, device=following.parallel.device)
-
-    with entered(following.world):
-        materialise(following.state, provide)
-        for shard, tensor in shards_of(following.state).items():
-            # The optimizer makes some scalars on the host at once, not on the meta device.
-            if shard in targets and not same_memory(tensor, targets[shard]):
-                copy_bits((as_bits(tensor),), (as_bits(targets[shard]),))
-    if prepared.new_stream is not None:
-        shard, _ = prepared.new_stream
-        prepared.new_stream = (shard, targets[shard].cpu())
+if TYPE_CHECKING:
+    from etc_agent.worker.change.attempt import Attempt
 
 
-def what_is_lost(prepared: PreparedGeneration) -> str:
-    """What this worker has given up and what it still holds; "" where nothing was, as in `keep` mode."""
-    migration = prepared.migration
-    if not isinstance(migration, ReleasingMigration):
-        return ""
-    account = migration.account()
-    return f"; release mode had begun: {account}; the state has to come from a checkpoint" if account else ""
+class Releasing:
+    """The mode `release`. `following`, the new generation, is None on a worker that leaves; its model is on the meta
+    device until `take_over`."""
+
+    def __init__(self, migration: ReleasingMigration, following: LiveGeneration | None) -> None:
+        self.migration = migration
+        self._following = following
+
+    def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
+        return self.migration.refresh(sources)
+
+    def begin(self, attempt: Attempt) -> bool:
+        """A vote of every worker: nobody gives anything up before all are known to be there and fit."""
+        return attempt.vote_to_begin()
+
+    def take_over(self) -> None:
+        following = self._following
+        if following is None:
+            return
+        targets = self.migration.targets
+
+        def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
+            # Nobody sends an empty shard.
+            return targets[shard] if shard in targets else torch.empty_like(meta, device=following.parallel.device)
+
+        with entered(following.world):
+            materialise(following.state, provide)
+            for shard, tensor in shards_of(following.state).items():
+                # The optimizer makes some scalars on the host at once, not on the meta device.
+                if shard in targets and not same_memory(tensor, targets[shard]):
+                    copy_bits((as_bits(tensor),), (as_bits(targets[shard]),))
+
+    def close(self) -> None:
+        self.migration.close()
+        self._following = None
+
+    def account(self) -> str:
+        account = self.migration.account()
+        return f"; release mode had begun: {account}; the state has to come from a checkpoint" if account else ""
+
+    def refused(self, generation: int, attempt: Attempt) -> None:
+        reason = attempt.reason or "the migration failed on another worker"
+        lost = self.account() or "; release mode had begun, and other workers have given up state"
+        kind = SwitchError if attempt.lost_connections else StateLostError
+        raise kind(f"the switch to generation {generation} failed: {reason}{lost}")

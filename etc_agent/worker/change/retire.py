@@ -21,12 +21,12 @@ class Retired:
     """What is left of a change. `old`: the generation that was left, None on a worker that joined, and where the change
     failed. `is_entered`: the prepared generation is in force, and only what the switch needed is left of it.
 
-    `farewells`: messages to the workers that leave, still on their way over the migration's group.
+    `last_sends`: messages to workers that leave or have joined, still on their way over the change's group.
     """
 
     old: LiveGeneration | None
     prepared: PreparedGeneration
-    farewells: list[dist.Work]
+    last_sends: list[dist.Work]
     is_entered: bool = True
 
 
@@ -73,12 +73,12 @@ class Retirements:
 
 
 def _let_go(retired: Retired) -> None:
-    for work in retired.farewells:
+    for work in retired.last_sends:
         try:
             work.wait()
         except RuntimeError as error:
             _log.info("a worker left before it was told to: %s", one_line(error))
-    retired.farewells.clear()
+    retired.last_sends.clear()
     if retired.old is not None:
         retired.old.world.close()
         retired.old = None

@@ -1,0 +1,86 @@
+"""The state that is not tensors, at a switch: from the old ranks to every worker, and into the new generation.
+
+Old rank 0's is for all; an extra may have state of its own on each rank (`user_state`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from etc_agent.errors import one_line
+from etc_agent.integrations.native import host_state, load_host_state
+from etc_agent.worker.change.exchange import broadcast_json, gather_json
+from etc_agent.worker.change.phases import Phases
+from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.user_state import load_own_state, own_state, rules_of
+from etc_agent.worker.live import LiveGeneration
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HostValues:
+    """The same value on every worker.
+
+    `step`: the first of the new generation. `shared`: old rank 0's state; `own`: each old rank's. `error`: why one of
+    them could not be read from the script's objects, "" where all could. `arrived`: when they were here
+    (`time.perf_counter`); a worker that joins has waited for them until then.
+    """
+
+    step: int
+    shared: dict[str, Any]
+    own: list[dict[str, Any]]
+    error: str
+    arrived: float
+
+
+NO_VALUES = HostValues(0, {}, [], "", 0.0)
+
+
+def share(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, phases: Phases) -> HostValues:
+    """Exchange the host state; `step` is the next one, on a worker of the old generation.
+
+    Raises:
+        RuntimeError: a worker was lost.
+    """
+    value = None
+    if live is not None:
+        with phases.phase("host_state"):
+            if prepared.crew.worker == 0:
+                has_own = set(rules_of(live.state).values()) - {"replicated"}
+                value = {"step": step, "has_own": bool(has_own), **_read(lambda: host_state(live.state))}
+            value = broadcast_json(prepared.group, 0, value)
+    else:
+        value = broadcast_json(prepared.group, 0, None)
+    arrived = time.perf_counter()
+    own: list[dict[str, Any]] = []
+    if value["has_own"]:
+        with phases.phase("own_state"):
+            said = {} if live is None else _read(lambda: own_state(live.state))
+            own = gather_json(prepared.group, said)[: prepared.previous.config.num_ranks]
+    error = next((said["error"] for said in (value, *own) if said["error"]), "")
+    return HostValues(value["step"], value["state"], [said["state"] for said in own], error, arrived)
+
+
+def load(values: HostValues, prepared: PreparedGeneration) -> None:
+    """Put them into the new generation, where this worker is part of it."""
+    following = prepared.next
+    if following is None:
+        return
+    load_host_state(following.state, values.shared)
+    if values.own:
+        previous, config = prepared.previous.config, prepared.generation.config
+        load_own_state(following.state, values.own, previous, config, following.parallel.rank)
+
+
+def _read(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` returns, or the error that the script's `state_dict` raises: it is told to every worker."""
+    try:
+        return {"state": read(), "error": ""}
+    except Exception as error:
+        _log.warning("the script's state cannot be read", exc_info=True)
+        return {"state": {}, "error": one_line(error)}

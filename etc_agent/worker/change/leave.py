@@ -1,0 +1,38 @@
+"""The end of a switch for workers that leave: a process that exits early could take the vote's last messages with it.
+
+Every worker tells each that leaves that it has seen the vote; one that leaves waits for all the others.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+
+from etc_agent.errors import one_line
+from etc_agent.worker.change.prepare import PreparedGeneration
+
+_log = logging.getLogger(__name__)
+
+_SEEN_TAG = 1
+
+
+def tell_leavers(prepared: PreparedGeneration) -> list[dist.Work]:
+    """Tell those that leave; returns the sends, to be waited for before the group goes."""
+    byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    others = (leaver for leaver in prepared.crew.leaving if leaver != prepared.crew.worker)
+    return [prepared.group.send([byte], leaver, _SEEN_TAG) for leaver in others]
+
+
+def wait_for_all(prepared: PreparedGeneration) -> None:
+    """On a worker that leaves: wait until all others have said that they have seen the vote."""
+    group = prepared.group
+    others = [other for other in range(prepared.crew.num_workers) if other != prepared.crew.worker]
+    works = [group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], other, _SEEN_TAG) for other in others]
+    for other, work in zip(others, works, strict=True):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            # It has seen the vote or is dead; either way it needs nothing more from here.
+            _log.info("worker %d went before saying so: %s", other, one_line(error))
