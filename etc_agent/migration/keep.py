@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,9 @@ from etc_agent.migration.memory.binding import Binder, BoundRound, LocalCopies, 
 from etc_agent.migration.memory.bits import copy_bits
 from etc_agent.migration.memory.rebinding import NewPlaces, rebound_shards
 from etc_agent.migration.memory.shared import PeerTensors, SharedMemory, arena_bytes
+from etc_agent.migration.memory.spans import storage_bytes
 from etc_agent.migration.protocol import Progress
-from etc_agent.migration.report import MigrationReport
+from etc_agent.migration.report import MemoryPoint, MigrationReport
 from etc_agent.migration.schedule import Message
 from etc_agent.migration.transport.neighbours import find_neighbours
 from etc_agent.migration.transport.staging import Staging
@@ -70,6 +72,7 @@ class KeepingMigration:
         self._places = NewPlaces(worker, self._party.schedule, sources, targets)
         self._shared: SharedPlaces | None = None
         self._staging: Staging | None = None
+        self._held_bytes = storage_bytes((*sources.values(), *targets.values()))
         self._bound: _BoundMemory | None = None
         self.targets: dict[Shard, torch.Tensor] = dict(targets)
 
@@ -118,6 +121,7 @@ class KeepingMigration:
         if bound is None:
             raise MigrationError(f"worker {self._party.worker}: run() needs prepare() on every worker first")
         run = Run(self._party, bound, progress)
+        begin = MemoryPoint(time.time(), self._held_bytes)
 
         def copy_locally() -> None:
             with run.span("local copies"):
@@ -125,7 +129,7 @@ class KeepingMigration:
 
         with _own_stream(self._party.device):
             run.rounds(copy_locally)
-        return run.report()
+        return run.report((begin, MemoryPoint(time.time(), self._held_bytes)))
 
     def close(self) -> None:
         self._party.close()

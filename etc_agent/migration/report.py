@@ -27,8 +27,8 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class MigrationReport:
-    """One worker's account of a run. Bytes are payload; `referred_bytes` never left the worker. `timeline` says what it
-    held and when, in `release` mode."""
+    """What one worker did in a run. Bytes are payload; `referred_bytes` never left the worker. `timeline` says what it
+    held and when."""
 
     seconds: float
     sent_bytes: int

@@ -46,6 +46,12 @@ def reach_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of the storages that some tensors are in, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def is_backed(tensor: torch.Tensor) -> bool:
     """Whether the storage of a tensor still has all of its bytes: `UntypedStorage.resize_` may have taken some away."""
     end_bytes = tensor.storage_offset() * tensor.element_size() + reach_bytes(tensor)
