@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
-
 from etc_agent.errors import EtcError
+from etc_agent.torch_private.elastic import parse_rendezvous_config
 from launcher.job import Job, load_job
 from launcher.options import CommandLine
 
@@ -47,6 +46,6 @@ class Given:
             EtcError: it is not of the form key=value,key=value.
         """
         try:
-            return _parse_rendezvous_config(self.line.args.rdzv_conf)
+            return parse_rendezvous_config(self.line.args.rdzv_conf)
         except ValueError as error:
             raise EtcError(f"--rdzv-conf: {error}") from None

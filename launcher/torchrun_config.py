@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.elastic.events import get_logging_handler
-from torch.distributed.elastic.events.handlers import _log_handlers
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, determine_local_world_size
@@ -18,6 +17,8 @@ from etc_agent.agent.processes.environment import device_of
 from etc_agent.agent.processes.logs import remove_empty_logs
 from etc_agent.agent.safety.signals import parse_signals
 from etc_agent.errors import EtcError
+from etc_agent.torch_private.elastic import event_handlers
+from etc_agent.torch_private.logs_specs import set_streams
 
 _LONG_RANKS = re.compile(r"\d+:[0-3](,\d+:[0-3])*")
 Command = tuple[LaunchConfig, Callable[..., Any] | str, list[str]]
@@ -56,7 +57,7 @@ def launch_config(args: argparse.Namespace, source: Callable[[str], str]) -> Com
         where = source("log_dir") if args.log_dir else "TMPDIR"
         raise EtcError(f"{where}: no folder for logs can be made: {error.filename}: {error.strerror}") from None
     assert config.logs_specs is not None
-    config.logs_specs._redirects, config.logs_specs._tee = streams["redirects"], streams["tee"]
+    set_streams(config.logs_specs, streams["redirects"], streams["tee"])
     return config, entrypoint, entrypoint_args
 
 
@@ -88,7 +89,7 @@ def _check_event_handler(name: str, source: str) -> None:
     try:
         get_logging_handler(name)
     except KeyError:
-        known = ", ".join(sorted(_log_handlers))
+        known = ", ".join(sorted(event_handlers()))
         raise EtcError(f"{source}: {name!r} is not a registered event handler; known: {known}") from None
 
 

@@ -23,16 +23,14 @@ import multiprocessing
 import statistics
 import time
 import urllib.request
-from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import Connection
 
 import click
+from stand_in_agent import StandInAgent
 
 from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.election import Election
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror
 from etc_agent.rendezvous.server import EtcdServer
 
@@ -41,47 +39,29 @@ SECONDS_BETWEEN_PUTS = 0.3
 TIMEOUT_S = 120.0
 
 
-@dataclass
-class Agent:
-    """The control plane of one agent; `seen` is when (time.monotonic()) each value of control/scale came."""
+def watched(endpoint: str, keys: JobKeys, name: str) -> tuple[StandInAgent, dict[str, float]]:
+    """An agent, and when (time.monotonic()) each value of control/scale came to it."""
+    seen: dict[str, float] = {}
 
-    client: EtcdClient
-    mirror: Mirror
-    membership: Membership
-    election: Election
-    seen: dict[str, float] = field(default_factory=dict)
+    def note(mirror: Mirror) -> None:
+        now, found = time.monotonic(), mirror.snapshot().get(keys.scale)
+        if found:
+            seen.setdefault(found.text, now)
 
-    @classmethod
-    def start(cls, endpoint: str, keys: JobKeys, name: str) -> Agent:
-        seen: dict[str, float] = {}
-        client = EtcdClient([endpoint], timeout_s=30.0)
-
-        def note() -> None:
-            now, found = time.monotonic(), mirror.snapshot().get(keys.scale)
-            if found:
-                seen.setdefault(found.text, now)
-
-        mirror = Mirror(client, keys.root, note)
-        membership = Membership(client, keys.node(name), json.dumps({"node": name}), ttl_s=LEASE_TTL_S)
-        election = Election(client, mirror, keys.leader, name, lambda: membership.lease)
-        return cls(client, mirror, membership, election, seen)
-
-    def stop(self) -> None:
-        self.election.close()
-        self.membership.close()
-        self.mirror.close()
-        self.client.close()
+    value = json.dumps({"node": name})
+    return StandInAgent.start(endpoint, keys, name, value, ttl_s=LEASE_TTL_S, timeout_s=30.0, on_change=note), seen
 
 
 def host_agents(endpoint: str, keys: JobKeys, names: list[str], num_all: int, pipe: Connection) -> None:
     """One process with some of the agents. Answers what comes through `pipe`, until "stop"."""
-    agents = [Agent.start(endpoint, keys, name) for name in names]
+    made = [watched(endpoint, keys, name) for name in names]
+    agents = [agent for agent, _ in made]
     for agent in agents:
         agent.mirror.wait_for(lambda seen: len(seen.under(keys.nodes_prefix)) == num_all and keys.leader in seen, None)
     pipe.send("ready")
     while (question := pipe.recv()) != "stop":
         if question == "seen":
-            pipe.send([agent.seen for agent in agents])
+            pipe.send([seen for _, seen in made])
         elif question == "cpu":
             pipe.send(time.process_time())
         elif question == "resign":

@@ -21,10 +21,9 @@ OTHERS = [
 NOT_OF_TORCH = {"_actions"}
 """argparse's."""
 NOT_MOVED_YET = {
-    "etc_agent/agent/processes/logs.py", "etc_agent/agent/processes/numa.py",
     "etc_agent/migration/library.py", "etc_agent/migration/memory/bits.py",
     "etc_agent/migration/memory/recycling.py", "etc_agent/migration/memory/storage.py",
-    "etc_agent/migration/transport/wire.py", "launcher/given.py", "launcher/torchrun_config.py",
+    "etc_agent/migration/transport/wire.py",
 }
 MOVED = [path for path in OTHERS if str(path.relative_to(ROOT)) not in NOT_MOVED_YET]
 PATH_OF_TORCH = re.compile(r"torch(\.\w+)*")

@@ -2,61 +2,37 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 from etcd_helpers import wait_until
+from stand_in_agent import StandInAgent
 
 from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.election import Election
 from etc_agent.rendezvous.errors import FencedError, NameTakenError
 from etc_agent.rendezvous.fenced import FencedWriter
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.membership import Membership
-from etc_agent.rendezvous.mirror import Mirror
 from etc_agent.rendezvous.server import EtcdServer
 from etc_agent.rendezvous.values import Delete
 
 TTL_S = 2
 
 
-@dataclass
-class Agent:
-    client: EtcdClient
-    mirror: Mirror
-    membership: Membership
-    election: Election
-
-    @classmethod
-    def start(cls, endpoint: str, keys: JobKeys, name: str) -> Agent:
-        client = EtcdClient([endpoint])
-        mirror = Mirror(client, keys.root)
-        membership = Membership(client, keys.node(name), name, ttl_s=TTL_S)
-        election = Election(client, mirror, keys.leader, name, lambda: membership.lease)
-        return cls(client, mirror, membership, election)
-
-    def stop(self) -> None:
-        self.election.close()
-        self.membership.close()
-        self.mirror.close()
-        self.client.close()
-
-
 @pytest.fixture
-def agents(shared_etcd: EtcdServer, keys: JobKeys) -> Iterator[list[Agent]]:
-    agents = [Agent.start(shared_etcd.endpoint, keys, name) for name in "abc"]
+def agents(shared_etcd: EtcdServer, keys: JobKeys) -> Iterator[list[StandInAgent]]:
+    agents = [StandInAgent.start(shared_etcd.endpoint, keys, name, name, ttl_s=TTL_S) for name in "abc"]
     yield agents
     for agent in agents:
         agent.stop()
 
 
-def leader_of(agents: list[Agent]) -> Agent:
+def leader_of(agents: list[StandInAgent]) -> StandInAgent:
     wait_until(lambda: any(agent.election.is_leader for agent in agents))
     (leader,) = [agent for agent in agents if agent.election.is_leader]
     return leader
 
 
-def test_every_agent_sees_the_same_members(agents: list[Agent], keys: JobKeys) -> None:
+def test_every_agent_sees_the_same_members(agents: list[StandInAgent], keys: JobKeys) -> None:
     for agent in agents:
         wait_until(lambda agent=agent: set(agent.mirror.snapshot().under(keys.nodes_prefix)) == set("abc"))
     agents[0].membership.update("new")
@@ -67,7 +43,9 @@ def test_every_agent_sees_the_same_members(agents: list[Agent], keys: JobKeys) -
         assert agent.mirror.wait_for(lambda seen: keys.node("a") not in seen, 5)
 
 
-def test_a_name_in_use_is_refused_and_its_holder_stays(agents: list[Agent], keys: JobKeys, client: EtcdClient) -> None:
+def test_a_name_in_use_is_refused_and_its_holder_stays(
+    agents: list[StandInAgent], keys: JobKeys, client: EtcdClient
+) -> None:
     with pytest.raises(NameTakenError, match="registered by another instance"):
         Membership(client, keys.node("a"), "impostor")
     found = client.get(keys.node("a"))
@@ -101,7 +79,7 @@ def test_a_name_taken_while_the_lease_was_lost_is_reported(client: EtcdClient, k
     membership.close()
 
 
-def test_one_agent_leads_and_its_death_hands_the_lead_on(agents: list[Agent]) -> None:
+def test_one_agent_leads_and_its_death_hands_the_lead_on(agents: list[StandInAgent]) -> None:
     leader = leader_of(agents)
     others = [agent for agent in agents if agent is not leader]
     first = leader.election.create_revision
@@ -114,7 +92,7 @@ def test_one_agent_leads_and_its_death_hands_the_lead_on(agents: list[Agent]) ->
     assert not leader.election.is_leader
 
 
-def test_a_leader_that_loses_its_lease_stops_leading_at_once(agents: list[Agent], client: EtcdClient) -> None:
+def test_a_leader_that_loses_its_lease_stops_leading_at_once(agents: list[StandInAgent], client: EtcdClient) -> None:
     leader = leader_of(agents)
     mandate = leader.election.mandate
     assert mandate is not None
@@ -123,7 +101,7 @@ def test_a_leader_that_loses_its_lease_stops_leading_at_once(agents: list[Agent]
     assert leader_of(agents).election.mandate != mandate
 
 
-def test_resigning_hands_the_lead_on_and_keeps_the_membership(agents: list[Agent], keys: JobKeys) -> None:
+def test_resigning_hands_the_lead_on_and_keeps_the_membership(agents: list[StandInAgent], keys: JobKeys) -> None:
     leader = leader_of(agents)
     leader.election.resign()
     leader.election.resign()
@@ -131,7 +109,9 @@ def test_resigning_hands_the_lead_on_and_keeps_the_membership(agents: list[Agent
     assert leader.membership.is_registered
 
 
-def test_the_leader_writes_several_keys_at_one_revision(agents: list[Agent], keys: JobKeys, client: EtcdClient) -> None:
+def test_the_leader_writes_several_keys_at_one_revision(
+    agents: list[StandInAgent], keys: JobKeys, client: EtcdClient
+) -> None:
     mandate = leader_of(agents).election.mandate
     assert mandate is not None
     writer = FencedWriter(client, mandate, keys.current)
@@ -146,7 +126,7 @@ def test_the_leader_writes_several_keys_at_one_revision(agents: list[Agent], key
     assert writer.write({keys.current: "2"}) > revision
 
 
-def test_a_former_leader_writes_nothing(agents: list[Agent], keys: JobKeys, client: EtcdClient) -> None:
+def test_a_former_leader_writes_nothing(agents: list[StandInAgent], keys: JobKeys, client: EtcdClient) -> None:
     leader = leader_of(agents)
     mandate = leader.election.mandate
     assert mandate is not None
@@ -166,7 +146,7 @@ def test_a_former_leader_writes_nothing(agents: list[Agent], keys: JobKeys, clie
 
 
 def test_a_writer_that_does_not_know_current_writes_nothing(
-    agents: list[Agent], keys: JobKeys, client: EtcdClient
+    agents: list[StandInAgent], keys: JobKeys, client: EtcdClient
 ) -> None:
     mandate = leader_of(agents).election.mandate
     assert mandate is not None

@@ -20,7 +20,8 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from etc_agent.control.channel import Channel
+from etc_agent.control.channel import JOINING_VARIABLE, SOCKET_VARIABLE, Channel
+from etc_agent.control.environment import generation_variables
 from etc_agent.control.messages import (
     Armed,
     Committed,
@@ -277,13 +278,10 @@ class MiniAgent:
         return (*kept, *(next(free) for _ in range(config.num_ranks - len(kept))))
 
     def _spawn(self, slot: Slot, generation: Generation, joining: bool) -> None:
-        rank = generation.placement.index(slot)
         environment = {
-            "RANK": str(rank), "LOCAL_RANK": str(slot.index), "WORLD_SIZE": str(generation.config.num_ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "OMP_NUM_THREADS": "1",
+            **generation_variables(generation, slot), "LOCAL_RANK": str(slot.index), "OMP_NUM_THREADS": "1",
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
-            "ETC_CONTROL_SOCKET": self._path, "ETC_GENERATION": str(generation.id),
-            "ETC_PARALLEL": str(generation.config), "ETC_JOINING": "1" if joining else "0",
+            SOCKET_VARIABLE: self._path, JOINING_VARIABLE: "1" if joining else "0",
         }
         if self._verify:
             environment["ETC_VERIFY"] = str(self.verify_dir)

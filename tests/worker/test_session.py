@@ -111,6 +111,19 @@ def test_ranks_can_move_between_the_same_processes(tmp_path: Path) -> None:
         agent.first_steps()
 
 
+def test_groups_that_are_named_after_their_ranks_work_in_every_generation(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02, fault={"local_groups": True}) as agent:
+        agent.start("DP2")
+        for placement in ((slot(1), slot(0)), (slot(0), slot(1)), (slot(0), slot(2))):
+            agent.change("DP2", placement)
+            agent.first_steps()
+        agent.last_step_in(5)
+        assert set(agent.finish().values()) == {0}
+        lines = agent.steps()
+    for step in {line["step"] for line in lines}:
+        assert len({line["loss"] for line in lines if line["step"] == step}) == 1
+
+
 def test_ten_changes_leave_no_descriptor_thread_group_or_memory_behind(tmp_path: Path) -> None:
     with MiniAgent(tmp_path, pause_s=0.02, verify=False) as agent:
         agent.start("PP2")

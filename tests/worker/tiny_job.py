@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from rebinding import rebind
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -98,7 +99,16 @@ def build(parallel: etc.ParallelContext) -> etc.TrainState:
     if FAULT.get("forget_scheduler") == [parallel.generation, parallel.rank]:
         scheduler = None
     extras = {"own": Own(), "seen": Seen(), "notes": Notes()}
-    return etc.TrainState(model, optimizer, scheduler, extras=extras, init=initialise)
+    replicas = local_group(parallel) if FAULT.get("local_groups") else parallel.mesh.get_group("dp")
+    return etc.TrainState(model, optimizer, scheduler, extras=extras, runtime=replicas, init=initialise)
+
+
+def local_group(parallel: etc.ParallelContext) -> dist.ProcessGroup:
+    """The ranks that differ in dp alone, in a group that they make without the others: its name follows from them."""
+    ranks = dist.get_process_group_ranks(parallel.mesh.get_group("dp"))
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def fail_once_to_be_read(extra: str) -> None:
@@ -182,8 +192,12 @@ def train(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Ten
     if parallel.config.dp > 1:
         for parameter in state.model.parameters():
             gradient = parameter.grad
-            dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient,
-                            group=parallel.mesh.get_group("dp"))
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if FAULT.get("local_groups"):
+                # As DTensor does it: the group is looked up by its name.
+                local.copy_(functional.all_reduce(local, "sum", state.runtime))
+            else:
+                dist.all_reduce(local, group=state.runtime)
     whole = loss.detach() / (parallel.config.dp * parallel.config.tp)
     dist.all_reduce(whole)
     return whole

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
 
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
+from etc_agent.torch_private.logs_specs import streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +164,10 @@ class WorkerLogs(LogsSpecs):
 
     def __init__(self, node_specs: LogsSpecs, local_rank: int, folder: Path | None) -> None:
         super().__init__()
-        self._redirect = _of_rank(node_specs._redirects, local_rank) | _of_rank(node_specs._tee, local_rank)
-        self._tee_stream = _of_rank(node_specs._tee, local_rank)
-        chosen = node_specs._local_ranks_filter
+        streams = streams_of(node_specs)
+        self._tee_stream = _of_rank(streams.tee, local_rank)
+        self._redirect = _of_rank(streams.redirects, local_rank) | self._tee_stream
+        chosen = streams.local_ranks
         self._is_silent = chosen is not None and len(chosen) > 0 and local_rank not in chosen
         self._folder = folder
 

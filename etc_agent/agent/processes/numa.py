@@ -9,13 +9,10 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from torch.numa.binding import (
-    NumaOptions,
-    _maybe_apply_numa_binding_to_current_process,
-    _maybe_wrap_command_args_with_numa_binding,
-)
+from torch.numa.binding import NumaOptions
 
 from etc_agent.errors import EtcError
+from etc_agent.torch_private.numa import bind_this_process, bound_command
 
 
 def bound(path: str, args: tuple[Any, ...], slot: int, options: NumaOptions | None) -> tuple[str, tuple[Any, ...]]:
@@ -29,9 +26,7 @@ def bound(path: str, args: tuple[Any, ...], slot: int, options: NumaOptions | No
     if shutil.which("numactl") is None and not options.should_fall_back_if_binding_fails:
         raise EtcError("--numa-binding needs the program numactl; install it (apt-get install numactl)")
     try:
-        program, *rest = _maybe_wrap_command_args_with_numa_binding(
-            (path, *map(str, args)), gpu_index=slot, numa_options=options
-        )
+        program, *rest = bound_command((path, *map(str, args)), slot, options)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         mode = options.affinity_mode.value
@@ -42,4 +37,4 @@ def bound(path: str, args: tuple[Any, ...], slot: int, options: NumaOptions | No
 def bind_here(slot: int, options: NumaOptions | None) -> None:
     """Bind this process, which runs a function, to the CPUs near accelerator `slot`."""
     if options is not None:
-        _maybe_apply_numa_binding_to_current_process(gpu_index=slot, numa_options=options)
+        bind_this_process(slot, options)
