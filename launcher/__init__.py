@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from launcher.api import JobFailed as JobFailed
+    from launcher.api import JobStopped as JobStopped
+    from launcher.api import LaunchConfig as LaunchConfig
     from launcher.api import elastic_launch as elastic_launch
+    from launcher.api import launch_agent as launch_agent
 
-__all__ = ["JobFailed", "elastic_launch"]
+__all__ = ["JobFailed", "JobStopped", "LaunchConfig", "elastic_launch", "launch_agent"]
 
 
 def __getattr__(name: str) -> Any:

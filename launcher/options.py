@@ -80,7 +80,8 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        found = [match for match in super()._get_option_tuples(option_string) if match[0].dest not in _VARIABLES]
+        ours = (*_VARIABLES, "version")
+        found = [match for match in super()._get_option_tuples(option_string) if match[0].dest not in ours]
         return found[:1] if len({match[0].dest for match in found}) == 1 else []
 
 
@@ -107,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
             f"--{name.replace('_', '-')}", f"--{name}", default=_environment(variable), metavar=metavar,
             help=f"{text} [{variable}]",
         )
-    group.add_argument("--version", action="version", version=f"etc-run {version()}")
+    group.add_argument("--version", action="version", dest="version", version=f"etc-run {version()}")
     return parser
 
 
@@ -119,7 +120,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """
     parser = build_parser()
     # argparse leaves alone what a namespace already has, so what still holds the marker afterwards was not typed.
-    names = list(vars(parser.parse_args(["x"])))
+    names = _names(parser)
     marker = object()
     marked = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, marker)))
     args = parser.parse_args(argv)
@@ -128,13 +129,33 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         del typed["training_script"], typed["training_script_args"]
         if not args.config:
             parser.error("the following arguments are required: training_script, training_script_args")
-    from_environment = {}
-    for name in names:
+    return CommandLine(args, typed, _from_environment(parser, typed))
+
+
+def command_line_of(args: argparse.Namespace) -> CommandLine:
+    """What a program has in place of a command line: arguments as this parser, or torchrun's own, has read them. Those
+    that are not as they would be by default count as typed."""
+    parser = build_parser()
+    whole = argparse.Namespace(**{**vars(parser.parse_args(["x"])), **vars(args)})
+    typed = {
+        name: f"--{name.replace('_', '-')}" for name in _names(parser)
+        if getattr(whole, name) != parser.get_default(name)
+    }
+    return CommandLine(whole, typed, _from_environment(parser, typed))
+
+
+def _names(parser: argparse.ArgumentParser) -> list[str]:
+    return list(vars(parser.parse_args(["x"])))
+
+
+def _from_environment(parser: argparse.ArgumentParser, typed: Mapping[str, str]) -> dict[str, str]:
+    found = {}
+    for name in _names(parser):
         variable = _VARIABLES.get(name) or f"PET_{name.upper()}"
         value = _environment(variable)
         if value and name not in typed and _reads(parser.get_default(name), value):
-            from_environment[name] = variable
-    return CommandLine(args, typed, from_environment)
+            found[name] = variable
+    return found
 
 
 def _environment(variable: str) -> str | None:

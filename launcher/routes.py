@@ -15,9 +15,9 @@ from enum import Enum
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from etc_agent.agent.processes.error_file import write_own
 from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
+from launcher.error_file import write_end, write_error
 from launcher.given import Given
 from launcher.merge import job_settings
 from launcher.options import ELASTIC_BACKEND, CommandLine, parse_command_line
@@ -60,7 +60,11 @@ def read(argv: Sequence[str]) -> JobSettings | argparse.Namespace:
     Raises:
         EtcError: a mistake, in one line (a job file's mistakes: one line each).
     """
-    line = parse_command_line(argv)
+    return choose(parse_command_line(argv))
+
+
+def choose(line: CommandLine) -> JobSettings | argparse.Namespace:
+    """The same, from a parsed command line."""
     given = Given.read(line)
     chosen = route(given)
     if chosen is not Route.TORCHRUN:
@@ -84,27 +88,33 @@ def _run_as_torchrun(args: argparse.Namespace) -> None:
     torchrun.run(args)
 
 
-def run(argv: Sequence[str]) -> int:
+def run_command_line(argv: Sequence[str]) -> int:
     """Run the job; the exit code is the job's, or 2 where it could not be read."""
     try:
         settings = read(argv)
     except EtcError as error:
         return _complain(error, 2)
-    # The agent hands its environment down to the workers, who have no business with etcd.
-    os.environ.pop("ETC_PASSWORD", None)
+    hide_password()
     if isinstance(settings, argparse.Namespace):
         _run_as_torchrun(settings)
         return 0
     from etc_agent.agent.launch import run_job  # under torchrun's own route nothing of the agent is loaded
 
     try:
-        return run_job(settings)
+        end = run_job(settings)
     except EtcError as error:
         return _complain(error, 1)
+    write_end(end)
+    return end.exit_code
+
+
+def hide_password() -> None:
+    """The agent hands its environment down to the workers, who have no business with etcd."""
+    os.environ.pop("ETC_PASSWORD", None)
 
 
 def _complain(error: EtcError, exit_code: int) -> int:
-    write_own(error)
+    write_error(error)
     for line in str(error).splitlines():
         print(f"etc-run: {line}", file=sys.stderr)
     return exit_code

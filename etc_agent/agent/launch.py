@@ -17,9 +17,9 @@ from pathlib import Path
 from etc_agent.agent.admission import admit
 from etc_agent.agent.etcd import connect
 from etc_agent.agent.inbox import Inbox
+from etc_agent.agent.job_end import JobEnd
 from etc_agent.agent.node import NodeAgent
 from etc_agent.agent.open_files import allow_open_files
-from etc_agent.agent.processes.error_file import pass_on, write_own
 from etc_agent.agent.processes.functions import worker_program
 from etc_agent.agent.processes.logs import NodeLogs, remove_empty_logs
 from etc_agent.agent.processes.programs import Program
@@ -59,8 +59,12 @@ logger = logging.getLogger(__name__)
 _MAX_NAMES = 64
 
 
-def run_job(settings: JobSettings) -> int:
-    """Run this node's part of the job. Returns the exit code for the shell; errors are one line on standard error."""
+def run_job(settings: JobSettings) -> JobEnd:
+    """Run this node's part of the job, and say how it has ended.
+
+    Raises:
+        EtcError: it could not begin, in one line.
+    """
     _log_to_stderr()
     handled = heeded(parse_signals(settings.launch_config.signals_to_handle))
     forwarded = heeded(settings.forward_signals)
@@ -69,24 +73,19 @@ def run_job(settings: JobSettings) -> int:
     try:
         with worker_program(settings) as program, interrupting(handled), dropping(forwarded), ExitStack() as stack:
             agent = _assemble(settings, program, stack, handled, forwarded, events)
-            exit_code = agent.run()
-        if exit_code > 128 and agent.was_signalled:
-            events.agent_broken(f"stopped by a signal; exit code {exit_code}")
-            write_own(SignalReceived(exit_code - 128))
+            end = agent.run()
+        if end.stopped_by is not None:
+            events.agent_broken(f"stopped by a signal; exit code {end.exit_code}")
         else:
-            pass_on(agent.error_file if exit_code else None, exit_code)
-            events.agent_ended(is_failed=exit_code != 0)
-        return exit_code
-    except EtcError as error:
+            events.agent_ended(is_failed=end.exit_code != 0)
+        return end
+    except EtcError:
         events.agent_broken(traceback.format_exc())
-        write_own(error)
-        print(f"etc-run: {error}", file=sys.stderr)
-        return 1
+        raise
     except SignalReceived as received:
         events.agent_broken(f"stopped by {received}")
-        write_own(received)
-        print(f"etc-run: stopped by {received}", file=sys.stderr)
-        return 128 + received.number
+        logger.error("stopped by %s", received)
+        return JobEnd(128 + received.number, f"stopped by {received}", received.number)
     finally:
         remove_empty_logs(settings.launch_config.logs_specs, settings.run_id)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
 from etc_agent.agent.inbox import ForWorkers, Inbox, Item, Preempted, Said, Signal
+from etc_agent.agent.job_end import JobEnd
 from etc_agent.agent.job_records import RecordReader
 from etc_agent.agent.leadership import Leadership, policy_of
 from etc_agent.agent.leaving import Leaving, Word
@@ -92,7 +93,7 @@ class NodeAgent:
         self._reported = 0
         self._workers_reported = -1
 
-    def run(self) -> int:
+    def run(self) -> JobEnd:
         """Take part in the job until it ends or this node has left."""
         timeout_s = 0.0
         while True:
@@ -118,17 +119,7 @@ class NodeAgent:
             view = self._leadership.observe(records, self._mirror.connected_for_s)
             timeout_s = self._lead(records, view)
             if (exit_code := self._ended(records)) is not None:
-                return exit_code
-
-    @property
-    def was_signalled(self) -> bool:
-        """Whether a signal told this node to leave."""
-        return bool(self._leaving.signals)
-
-    @property
-    def error_file(self) -> Path | None:
-        """The error file of the worker of this node that most likely made the job fail, where there is one."""
-        return self._workers.error_file
+                return self._end(exit_code, records)
 
     def close(self) -> None:
         """End every worker and let go of the lead and the control socket. Idempotent."""
@@ -327,6 +318,14 @@ class NodeAgent:
         return _TICK_S
 
     # ---- the end --------------------------------------------------------------------------------------------------
+
+    def _end(self, exit_code: int, records: JobRecords) -> JobEnd:
+        is_signalled = exit_code > 128 and bool(self._leaving.signals)
+        generation = records.generations.get(records.current.committed)
+        return JobEnd(
+            exit_code, records.current.why, exit_code - 128 if is_signalled else None,
+            self._workers.failures(generation), self._workers.returned(generation),
+        )
 
     def _ended(self, records: JobRecords) -> int | None:
         if self._workers.are_running:

@@ -1,86 +1,159 @@
-"""`launcher.elastic_launch`: an elastic job from Python."""
+"""`launcher.elastic_launch` and `launcher.run`: elastic jobs from Python, as torch's own modules start theirs."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed.launcher.api
+import torch.distributed.run
+from torch.distributed.launcher.api import LaunchConfig
 
-from etc_agent.agent.settings import Timeouts
+import launcher
+import launcher.api
+import launcher.run
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.server import EtcdServer
-from launcher.timeouts import with_rdzv_conf
 
-PROGRAM = """
+PROGRAM = r"""
 import os, sys, time
 from pathlib import Path
-from torch.distributed.launcher.api import LaunchConfig
-from launcher import JobFailed, elastic_launch
+from threading import Thread
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+from launcher import JobFailed, JobStopped, LaunchConfig, elastic_launch
 
-def work(folder, code):
+def work(folder, how):
     rank = os.environ["RANK"]
-    Path(folder, f"{rank}.new").write_text(os.environ["WORLD_SIZE"])
-    Path(folder, f"{rank}.new").rename(Path(folder, rank))
-    while not all(Path(folder, each).exists() for each in "01"):  # the first to fail ends both
+    Path(folder, f"{rank}.here").touch()
+    while not all(Path(folder, f"{each}.here").exists() for each in "01"):  # the first to fail ends both
         time.sleep(0.01)
-    sys.exit(code)
+    if how == "raise" and rank == "1":
+        raise ValueError("the cause")
+    if how == "raise" or how == "wait":
+        time.sleep(600)
+    if how == "exit":
+        sys.exit(5)
+    return f"{rank} of {os.environ['WORLD_SIZE']}"
+
+@record
+def main(endpoint, folder, how):
+    config = LaunchConfig(1, 1, 2, run_id=how, rdzv_backend="etcd-v3", rdzv_endpoint=endpoint, max_restarts=0,
+                          local_addr="127.0.0.1", logs_specs=DefaultLogsSpecs(log_dir=folder))
+    try:
+        print("returned", elastic_launch(config, work)(folder, "end" if how == "thread" else how))
+    except JobFailed as failed:
+        assert isinstance(failed, ChildFailedError)
+        for rank, failure in failed.failures.items():
+            print("failed", failed.exit_code, rank, failure.local_rank, failure.exitcode, failure.pid > 0)
+        if how == "raise":
+            raise
 
 if __name__ == "__main__":
-    backend, endpoint, folder, code = sys.argv[1:]
-    config = LaunchConfig(1, 1, 2, run_id=f"api-{code}", rdzv_backend=backend, rdzv_endpoint=endpoint, max_restarts=0,
-                          local_addr="127.0.0.1")
-    try:
-        print("returned", elastic_launch(config, work)(folder, int(code)))
-    except JobFailed as failed:
-        print("failed", failed.exit_code)
+    if sys.argv[3] == "thread":
+        thread = Thread(target=main, args=sys.argv[1:])
+        thread.start()
+        thread.join()
+    else:
+        main(*sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize(("code", "said"), [(0, "returned {}"), (5, "failed 5")])
-def test_a_function_runs_on_every_worker_of_an_elastic_job(tmp_path: Path, code: int, said: str) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
     with EtcdServer() as etcd:
-        command = [sys.executable, str(program), "etcd-v3", etcd.endpoint, str(tmp_path), str(code)]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert said in ended.stdout, ended.stderr
-    assert (tmp_path / "0").read_text() == "2"
+        yield etcd.endpoint
 
 
-def test_other_backends_go_to_torch(tmp_path: Path) -> None:
-    from torch.distributed.launcher.api import LaunchConfig
-    from torch.distributed.launcher.api import elastic_launch as torch_elastic_launch
+def run(endpoint: str, folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), endpoint, str(folder), how]
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
-    import launcher
 
+@pytest.mark.parametrize("how", ["end", "thread"])
+def test_a_job_returns_what_the_function_of_each_rank_has(endpoint: str, tmp_path: Path, how: str) -> None:
+    ended = run(endpoint, tmp_path, how)
+    assert ended.stdout == "returned {0: '0 of 2', 1: '1 of 2'}\n", ended.stderr
+
+
+def test_a_job_that_fails_raises_torchs_error_with_the_failures_by_rank(endpoint: str, tmp_path: Path) -> None:
+    ended = run(endpoint, tmp_path, "exit")
+    lines = ended.stdout.splitlines()
+    assert lines, ended.stderr
+    assert {line[:13] for line in lines} <= {"failed 5 0 0 ", "failed 5 1 1 "}
+    assert all(line.endswith(" 5 True") for line in lines)
+
+
+def test_record_keeps_the_cause_that_a_worker_has_recorded(endpoint: str, tmp_path: Path) -> None:
+    ended = run(endpoint, tmp_path, "raise")
+    assert ended.stdout == "failed 1 1 1 1 True\n", ended.stderr
+    assert "JobFailed: the job failed with exit code 1" in ended.stderr
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: the cause"
+
+
+def test_other_backends_go_to_torch() -> None:
     config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
-    assert isinstance(launcher.elastic_launch(config, "true"), torch_elastic_launch)
+    assert launcher.elastic_launch(config, "/bin/true")() == {0: None, 1: None}
 
 
 def test_a_config_that_can_never_be_is_refused_in_one_line() -> None:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    import launcher
-
     config = LaunchConfig(1, 1, 2, run_id="x", rdzv_backend="etcd-v3", rdzv_endpoint="a:1")
     with pytest.raises(EtcError, match="PP4TP1DP1 needs 4 workers, the job admits 2"):
         launcher.elastic_launch(config, "true", parallel=ParallelConfig(pp=4))
 
 
-@pytest.mark.parametrize(
-    ("given", "join_s"),
-    [
-        ({"join_s": 40}, 40), ({"join_timeout": 50}, 50), ({"timeout": 60}, 60), ({}, 900),
-        ({"join_s": 40, "join_timeout": 50}, 40), ({"join_timeout": 50, "join_s": 40}, 40),
-    ],
-)
-def test_a_timeout_that_was_given_is_not_overridden_by_the_one_that_torch_adds(
-    given: dict[str, int], join_s: float
-) -> None:
-    from torch.distributed.launcher.api import LaunchConfig
+def public(module: Any) -> set[str]:
+    """The functions and classes that a module defines for others."""
+    return {
+        name for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__ and callable(value)
+    }
 
-    config = LaunchConfig(1, 1, 2, run_id="x", rdzv_backend="etcd-v3", rdzv_endpoint="a:1", rdzv_configs=dict(given))
-    assert with_rdzv_conf(Timeouts(), config.rdzv_configs).join_s == join_s
+
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [(launcher.run, torch.distributed.run), (launcher.api, torch.distributed.launcher.api)],
+)
+def test_what_torchs_modules_offer_is_offered_here(ours: Any, torchs: Any) -> None:
+    missing = {name for name in public(torchs) if not callable(getattr(ours, name, None))}
+    assert not missing
+    for name in public(torchs) - {"main"}:
+        theirs = inspect.signature(getattr(torchs, name)).parameters
+        assert [*inspect.signature(getattr(ours, name)).parameters][: len(theirs)] == [*theirs], name
+
+
+def test_arguments_run_as_they_do_from_the_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; sys.exit(3 if os.environ.get('ETC_CONTROL_SOCKET') else 4)\n")
+    program = (
+        "import launcher.run, torch.distributed.run as torchrun, launcher\n"
+        f"words = ['--standalone', '--nproc-per-node=2', {str(script)!r}]\n"
+        "for parse in (launcher.run.parse_args, torchrun.parse_args):\n"
+        "    try:\n"
+        "        launcher.run.run(parse(words))\n"
+        "    except launcher.JobFailed as failed:\n"
+        "        print(failed.exit_code)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout == "3\n3\n", ended.stderr
+
+
+def test_arguments_count_as_typed_where_they_are_not_the_default() -> None:
+    from launcher.options import command_line_of
+
+    line = command_line_of(launcher.run.parse_args(["--standalone", "--max-restarts=2", "train.py", "--x"]))
+    assert set(line.typed) == {"standalone", "max_restarts", "training_script", "training_script_args"}
+    assert line.args.training_script_args == ["--x"]
+    assert isinstance(line.args, argparse.Namespace)

@@ -8,7 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
@@ -30,6 +32,7 @@ from etc_agent.control.messages import (
     Switched,
     shows_life,
 )
+from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.member import WorkerView
 from etc_agent.reconfig.records import Failure, first_cause
@@ -188,12 +191,22 @@ class LocalWorkers:
             if worker.process.exit_code is None:
                 worker.process.stop(grace_s, number=self.stop_signal)
 
-    @property
-    def error_file(self) -> Path | None:
-        """The error file of the worker that most likely made the others fail, where there is one."""
+    def failures(self, generation: Generation | None) -> dict[int, ProcessFailure]:
+        """torchelastic's account of each worker that has failed, by its rank in `generation`. The one that most likely
+        made the others fail comes first."""
         failed = {failure: worker for worker in self._workers.values() if (failure := worker.view().failure)}
         cause = first_cause(failed)
-        return failed[cause].process.error_file if cause else None
+        found = {}
+        for failure in sorted(failed, key=lambda failure: failure != cause):
+            worker = failed[failure]
+            if (seen := worker.process.process_failure) is not None:
+                found[_rank_of(worker, generation)] = _of_slot(seen, worker.slot.index)
+        return found
+
+    def returned(self, generation: Generation | None) -> dict[int, Any]:
+        """What each worker that has ended well has returned, by its rank in `generation`."""
+        ended = [worker for worker in self._workers.values() if worker.process.exit_code == 0]
+        return {_rank_of(worker, generation): worker.process.returned for worker in ended}
 
     @property
     def exit_code(self) -> int:
@@ -277,3 +290,14 @@ class LocalWorkers:
         return max(reports, key=lambda report: (report.generation, report.step), default=None)
 
 
+def _rank_of(worker: LocalWorker, generation: Generation | None) -> int:
+    """The rank of a worker in `generation`, or the one that it was started with where it is not in that."""
+    if generation is not None and worker.slot in generation.placement:
+        return generation.placement.index(worker.slot)
+    return worker.process.rank
+
+
+def _of_slot(failure: ProcessFailure, index: int) -> ProcessFailure:
+    """`failure` under the local rank of its worker: the contexts that we start hold one process each, with number 0."""
+    failure.local_rank = index
+    return failure

@@ -7,11 +7,11 @@ import logging
 import os
 import signal
 import time
-from pathlib import Path
 from string import Template
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from etc_agent.agent.processes.error_file import read
 from etc_agent.agent.processes.logs import full_folder
@@ -50,6 +50,8 @@ class WorkerProcess:
         self._is_asked = False
         self._is_excused = False
         self._error_file = ""
+        self.process_failure: ProcessFailure | None = None
+        self.returned: Any = None
 
     @classmethod
     def start(
@@ -80,6 +82,11 @@ class WorkerProcess:
             events.worker_started(environment, process.pid)
         return process
 
+    @property
+    def rank(self) -> int:
+        """The rank that it was started with."""
+        return int(self._environment["RANK"])
+
     def begin(self, environment: dict[str, str]) -> None:
         """This spare is a worker now."""
         self._environment = environment
@@ -91,7 +98,8 @@ class WorkerProcess:
             self._signal_if_due()
             result = self._context.wait(timeout=0)
             if result is not None:
-                failure = result.failures.get(0)
+                self.process_failure = failure = result.failures.get(0)
+                self.returned = result.return_values.get(0)
                 code = failure.exitcode if failure else 0
                 self.exit_code = 128 - code if code < 0 else code
                 self.killed_by = max(-code, 0)
@@ -155,11 +163,6 @@ class WorkerProcess:
             ended = f"pid {self.pid} ended with exit code {self.exit_code}"
             return Failure(slot, FailureKind.SILENT, self.exit_code, ended)
         return Failure(slot, _FAILURES[raised.kind], self.exit_code, shortened(raised.error))
-
-    @property
-    def error_file(self) -> Path | None:
-        """What torchelastic's @record has written, if it has, once the process has ended."""
-        return Path(self._error_file) if self._error_file and os.path.isfile(self._error_file) else None
 
     def _signal(self, number: int) -> None:
         """Send a signal to its process group. A process that runs a function makes itself the leader of one when it

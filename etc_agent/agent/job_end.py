@@ -1,0 +1,25 @@
+"""How a job has ended, as this node saw it: for the shell, for programs, and for torchelastic's error files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    """`exit_code`: for the shell; 0 where the job, or this node's part in it, has ended well. `why`: one line.
+
+    `stopped_by`: the signal that ended the job here, if one did. `failures`: of this node's workers, by rank, the one
+    that most likely made the others fail first. `returned`: what the functions of this node's workers have returned, by
+    rank; None for each that runs a program.
+    """
+
+    exit_code: int
+    why: str = ""
+    stopped_by: int | None = None
+    failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
+    returned: Mapping[int, Any] = field(default_factory=dict)
