@@ -151,11 +151,15 @@ SCALED = """
 import torch
 import etc_agent as etc
 
+def initialise(state):
+    state.model.weight.zero_()
+
 def build(parallel):
     model = torch.nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    return etc.TrainState(model, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=8.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    return etc.TrainState(model, optimizer, scheduler, scaler, init=initialise)
 
 with etc.session(build) as session:
     for step in session.steps(4):
