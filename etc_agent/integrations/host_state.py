@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.json_values import Json, decode, encode
 from etc_agent.integrations.train_state import Stateful, TrainState
+
+_OF_PARAMETERS: Final = ("params", "param_names")
+"""What a parameter group has of its parameters, which are others on another pipeline stage."""
 
 
 def host_state(state: TrainState) -> dict[str, Json]:
@@ -18,8 +21,9 @@ def host_state(state: TrainState) -> dict[str, Json]:
         EtcError: a value cannot be written as JSON; the message names its key.
     """
     groups = state.optimizer.param_groups if state.optimizer is not None else []
-    hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    hyperparameters = [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
     return {
+        "optimizer": encode(_own_entries(state), "optimizer.state"),
         "scheduler": encode(state.scheduler.state_dict() if state.scheduler is not None else None, "scheduler"),
         "scaler": encode(state.scaler.state_dict() if state.scaler is not None else None, "scaler"),
         "param_groups": encode(hyperparameters, "param_groups"),
@@ -53,10 +57,19 @@ def load_host_state(state: TrainState, value: dict[str, Json]) -> None:
             target.load_state_dict(carried[name])
     for name, extra in extras.items():
         extra.load_state_dict(carried["extras"][name])
+    for key, value in carried["optimizer"].items():
+        assert state.optimizer is not None
+        state.optimizer.state[key] = value
     # Last: loading a scheduler may write learning rates, and the carried ones are the truth.
     for group, hyperparameters in zip(groups, carried["param_groups"], strict=True):
         for key, hyperparameter in hyperparameters.items():
             _set(group, key, hyperparameter)
+
+
+def _own_entries(state: TrainState) -> dict[Any, Any]:
+    """Optimizer state that belongs to no parameter, such as a count of its own."""
+    entries = state.optimizer.state if state.optimizer is not None else {}
+    return {key: value for key, value in entries.items() if not isinstance(key, torch.Tensor)}
 
 
 def _replicated(state: TrainState) -> dict[str, Stateful]:

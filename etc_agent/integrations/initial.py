@@ -7,7 +7,7 @@ in which one still carries it after `init` does not start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +15,8 @@ import torch
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import local_tensor
+from etc_agent.integrations.first_state import OptimizerEntries
+from etc_agent.integrations.marks import is_written, marked
 from etc_agent.integrations.materialise import materialise
 from etc_agent.integrations.optimizer_state import reset_optimizer_state
 from etc_agent.integrations.tensors import named_tensors, shard_of
@@ -23,13 +25,8 @@ from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Shard
 from etc_agent.torch_private.tensors import num_writes
 
-_MARKS: Final = {
-    1: (torch.uint8, 0x7F), 2: (torch.int16, 0x7FFD), 4: (torch.int32, 0x7FFD7FFD), 8: (torch.int64, 0x7FFD7FFD7FFD7FFD)
-}
-"""Bytes per element -> its bits as an integer. As a float each is a NaN that arithmetic passes on but never makes."""
-
-_NUM_ELEMENTS_AT_ONCE: Final = 1 << 24
 _NUM_NAMES_SHOWN: Final = 8
+
 WholeModel = Mapping[str, torch.Tensor]
 """``model.<fqn>`` -> the whole plain tensor, under every name that it has."""
 
@@ -46,20 +43,18 @@ def start_values(state: TrainState, device: torch.device, whole: WholeModel | No
     """
 
     def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
-        if not _is_of_model(shard.tensor.name):
-            return torch.zeros_like(meta, device=device)
-        if whole is not None:
+        if whole is not None and _is_of_model(shard.tensor.name):
             return _own_part(whole, shard, meta, device)
-        return _marked(meta, device)
+        return marked(meta, device)
 
-    is_meta = {name: tensor.device.type == "meta" for name, tensor in named_tensors(state).items()}
+    are_meta = {name for name, tensor in named_tensors(state).items() if tensor.device.type == "meta"}
     materialise(state, provide)
-    reset_optimizer_state(state)
-    before = _written_by_now(state)
+    unknown = OptimizerEntries.of(state, reset_optimizer_state(state))
+    before = _made(state, are_meta if whole is None else set())
     step = _run_init(state)
     _refuse_other_shapes(before, state)
-    if whole is None:
-        _refuse_unwritten(state, {name: made for name, made in before.items() if is_meta[name]})
+    _refuse_unwritten(state, before)
+    unknown.leave_to_first_step()
     return step
 
 
@@ -80,10 +75,11 @@ def whole_model(state: TrainState) -> WholeModel:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A tensor of the model before `init` runs. `version` counts the writes to it so far."""
+    """A tensor of the model before `init` runs: `num_writes` to it so far, and whether it `is_marked`."""
 
     shard: Shard
-    version: int
+    num_writes: int
+    is_marked: bool
 
 
 def _is_of_model(name: str) -> bool:
@@ -122,23 +118,9 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
 
 
-def _marked(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    tensor = torch.empty_like(meta, device=device)
-    bits, mark = _bits(tensor)
-    bits.fill_(mark)
-    return tensor
-
-
-def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`tensor` as integers, sharing its memory, and the mark of that width."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    kind, mark = _MARKS[real.element_size()]
-    return real.view(kind), mark
-
-
-def _written_by_now(state: TrainState) -> dict[str, _Made]:
+def _made(state: TrainState, are_marked: Set[str]) -> dict[str, _Made]:
     return {
-        name: _Made(shard_of(name, tensor), num_writes(local_tensor(tensor)))
+        name: _Made(shard_of(name, tensor), num_writes(local_tensor(tensor)), name in are_marked)
         for name, tensor in named_tensors(state).items()
         if _is_of_model(name)
     }
@@ -160,8 +142,13 @@ def _refuse_other_shapes(before: Mapping[str, _Made], state: TrainState) -> None
 
 
 def _refuse_unwritten(state: TrainState, before: Mapping[str, _Made]) -> None:
-    tensors = named_tensors(state)
-    unwritten = [name for name, made in before.items() if name in tensors and not _is_written(tensors[name], made)]
+    unwritten = [
+        name
+        for name, tensor in named_tensors(state).items()
+        if _is_of_model(name)
+        and before[name].is_marked
+        and not is_written(local_tensor(tensor), before[name].num_writes)
+    ]
     if not unwritten:
         return
     shown = ", ".join(unwritten[:_NUM_NAMES_SHOWN])
@@ -177,17 +164,3 @@ def _refuse_unwritten(state: TrainState, before: Mapping[str, _Made]) -> None:
         f'computes is lost; {remedy}, or give init="module" to start from what the constructors compute, '
         '("module", init) to run init after that'
     )
-
-
-def _is_written(tensor: torch.Tensor, made: _Made) -> bool:
-    """Whether all elements have a value. One byte can hold the mark by right: there a write of any part counts."""
-    local = local_tensor(tensor)
-    if not local.numel():
-        return True
-    bits, mark = _bits(local)
-    if bits.element_size() == 1:
-        return num_writes(local) != made.version or bool((bits != mark).any())
-    if not bits.is_contiguous():
-        return not bool((bits == mark).any())
-    parts = bits.view(-1).split(_NUM_ELEMENTS_AT_ONCE)
-    return not any(bool((part == mark).any()) for part in parts)

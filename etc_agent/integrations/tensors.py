@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import aliases_of, local_tensor
+from etc_agent.integrations.json_values import encode
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import LogicalTensor, Shard
@@ -58,11 +59,9 @@ def all_tensors(state: TrainState) -> dict[str, torch.Tensor]:
                 if isinstance(value, torch.Tensor):
                     _check_box(f"optimizer.{name}.{key}", value, param)
                     tensors[f"optimizer.{name}.{key}"] = value
-                elif value is not None:
-                    raise EtcError(
-                        f"optimizer state {name}.{key} is a {type(value).__name__}; "
-                        f"{type(state.optimizer).__name__} cannot be moved, since only tensors (or None) can"
-                    )
+                else:
+                    # Carried beside the tensors (`parameter_values`), as far as it can be written as JSON.
+                    encode(value, f"optimizer.{name}.{key}")
     return tensors
 
 

@@ -40,9 +40,9 @@ def test_an_optimizer_over_a_foreign_parameter_is_refused() -> None:
         shards_of(state)
 
 
-def test_optimizer_state_that_is_no_tensor_is_refused_by_name() -> None:
+def test_optimizer_state_that_is_neither_a_tensor_nor_json_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     state = TrainState(model, torch.optim.SGD(model.parameters()))
-    state.optimizer.state[model.bias]["step"] = 3
-    with pytest.raises(EtcError, match=r"optimizer state bias\.step is a int"):
+    state.optimizer.state[model.bias]["seen"] = {3}
+    with pytest.raises(EtcError, match=r"^optimizer\.bias\.seen is a set, which cannot be carried"):
         shards_of(state)
