@@ -67,7 +67,7 @@ def reset_optimizer_state(state: TrainState) -> set[str]:
         if key not in known:
             known[key] = initial_values(optimizer, group, param.dim(), param.dtype)
         initial = known[key]
-        if entries.keys() != initial.keys() or not all(_alike(value, initial[entry]) for entry, value in entries.items()):
+        if entries.keys() != initial.keys() or not all(_alike(entries[entry], initial[entry]) for entry in initial):
             unknown.add(name)
             continue
         for entry, value in entries.items():

@@ -16,6 +16,12 @@ ParameterValues = dict[str, dict[str, Json]]
 """Parameter -> key of its optimizer state -> the encoded value."""
 
 
+def has_parameter_values(state: TrainState) -> bool:
+    """Whether the optimizer keeps such values for any of this rank's parameters."""
+    entries = state.optimizer.state.values() if state.optimizer is not None else ()
+    return any(_is_value(value) for entry in entries if isinstance(entry, dict) for value in entry.values())
+
+
 def parameter_values(state: TrainState) -> ParameterValues:
     """The values of this rank's parameters, as JSON; those without any are left out. None is not a value.
 

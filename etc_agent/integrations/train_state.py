@@ -43,6 +43,8 @@ class TrainState:
       job starts with the same values under every config, and each worker needs memory for the whole model once.
     * ``("module", function)``: the constructors' values first, then the function, for a checkpoint that has a part.
 
+    `as_built`: what `build` made, before the script changed it (`amendments.Built`); filled in by the session.
+
     Raises:
         EtcError: `init` is none of these.
     """
@@ -54,6 +56,7 @@ class TrainState:
     extras: dict[str, Stateful] = field(default_factory=dict)
     runtime: Any = None
     init: Init | Literal["module"] | tuple[Literal["module"], Init] | None = None
+    as_built: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.init, tuple):

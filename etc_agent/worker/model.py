@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from etc_agent.errors import ConfigRefusedError, EtcError, one_line
+from etc_agent.integrations.amendments import Built
 from etc_agent.integrations.native import TrainState, create_optimizer_state, shards_of
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.encoding import encode_layout
@@ -40,6 +41,7 @@ def build_on_meta(build: Build, world: World, device: torch.device, generation: 
     rules_of(state)
     with entered(world):
         create_optimizer_state(state)
+    state.as_built = Built.of(state)
     return state
 
 

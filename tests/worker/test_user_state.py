@@ -32,7 +32,7 @@ def state_of(**extras: Extra) -> TrainState:
 
 def test_each_extra_is_carried_by_one_way_alone() -> None:
     state = state_of(plain=Extra({"a": 1}), own=Extra({"b": 2}, "per_rank"))
-    assert own_state(state) == {"own": {"dict": [["b", 2]]}}
+    assert own_state(state) == {"extras": {"own": {"dict": [["b", 2]]}}, "parameters": {}}
     other = state_of(plain=Extra({}), own=Extra({"b": 0}, "per_rank"))
     load_host_state(other, host_state(state))
     assert (other.extras["plain"].value, other.extras["own"].value) == ({"a": 1}, {"b": 0})

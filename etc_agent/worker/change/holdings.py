@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import local_tensor
+from etc_agent.integrations.amendments import Amendments, changed_plain_numbers
 from etc_agent.integrations.native import TrainState
+from etc_agent.integrations.parameter_values import has_parameter_values
 from etc_agent.integrations.tensors import all_tensors, shard_of
 from etc_agent.state.layout import Shard
 
@@ -27,9 +29,14 @@ _MOST_NAMES = 5
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
     """`tensors`: every tensor of the state, views of other tensors too: the shard that this worker has of it -> the
-    local plain tensor, which shares the live one's storage and is outside autograd."""
+    local plain tensor, which shares the live one's storage and is outside autograd. `amendments`: what the script has
+    changed of what `build` made. `changed_numbers`: plain attributes that have changed, before and now. `has_values`:
+    whether the optimizer keeps Python values for some parameters."""
 
     tensors: Mapping[Shard, torch.Tensor]
+    amendments: Amendments
+    changed_numbers: Mapping[str, tuple[float | None, float]]
+    has_values: bool
 
     @classmethod
     def of(cls, state: TrainState) -> Holdings:
@@ -44,7 +51,7 @@ class Holdings:
         for name, tensor in all_tensors(state).items():
             shard = _shard_of(name, tensor, alike)
             tensors[shard] = local_tensor(tensor)
-        return cls(tensors)
+        return cls(tensors, Amendments.of(state), changed_plain_numbers(state), has_parameter_values(state))
 
     def check_same_shards(self, now: Holdings) -> None:
         """Check that `now`, taken later, has the same shards, so that a plan made for these holds for those.

@@ -51,8 +51,8 @@ def share(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, 
     if live is not None:
         with phases.phase("host_state"):
             if prepared.crew.worker == 0:
-                has_own = set(rules_of(live.state).values()) - {"replicated"}
-                value = {"step": step, "has_own": bool(has_own), **_read(lambda: host_state(live.state))}
+                has_own = prepared.has_values or bool(set(rules_of(live.state).values()) - {"replicated"})
+                value = {"step": step, "has_own": has_own, **_read(lambda: host_state(live.state))}
             value = broadcast_json(prepared.group, 0, value)
     else:
         value = broadcast_json(prepared.group, 0, None)

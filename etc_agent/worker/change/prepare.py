@@ -26,6 +26,7 @@ from etc_agent.parallel.topology import Slot
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Shard
+from etc_agent.worker.change.amending import amend, check_carried, gather_amendments, warn_of_losses
 from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.holdings import Holdings
@@ -50,7 +51,8 @@ class PreparedGeneration:
     """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried. In
     `release` mode the model in `next` is on the meta device until its tensors have come.
 
-    `holdings`: what this worker held when it was prepared, None where it joins. `moved_bytes`: between all workers.
+    `holdings`: what this worker held when it was prepared, None where it joins. `has_values`: whether the optimizer of
+    any worker keeps Python values for some parameters. `moved_bytes`: between all workers.
     """
 
     generation: Generation
@@ -64,6 +66,7 @@ class PreparedGeneration:
     mode: Mode
     next: LiveGeneration | None
     holdings: Holdings | None
+    has_values: bool
     old_stream: tuple[Shard, torch.Tensor] | None
     new_stream: Shard | None
     phases_ms: dict[str, float] = field(default_factory=dict)
@@ -127,6 +130,9 @@ def prepare(
                     refusal = (kind_of(error), one_line(error))
             owner.check()
             holdings = owner.holdings()
+        with _phase(phases_ms, "amend"):
+            said = gather_amendments(group, holdings)
+            refusal = refusal or amend(state, world, said)
             sources = dict(holdings.tensors) if holdings is not None else {}
             old_stream = _old_stream(crew, generation, previous, device)
             if old_stream is not None:
@@ -148,6 +154,10 @@ def prepare(
             following = LiveGeneration(generation.id, world, vote, state, context)
         with _phase(phases_ms, "plan"):
             old, new = ([decode_manifest(row[side]) for row in rows] for side in ("old", "new"))
+            dropped = check_carried(said, old, new)
+            if crew.old_rank is not None:
+                at = previous.config.coordinate(crew.old_rank)
+                warn_of_losses(generation.id, dropped if crew.worker == 0 else (), holdings, at.dp == at.tp == 0)
             choice = choose_mode([Wish(**row["wish"]) for row in rows], old, new)
             plan = make_plan_for(choice, old, new, list(crew.nodes))
             if choice.mode == "release" and crew.worker == 0:
@@ -164,7 +174,7 @@ def prepare(
         undo.pop_all()
     return PreparedGeneration(
         generation, previous, slot, crew, group, plan, plan.moved_bytes, choice, mode, following,
-        holdings, old_stream, new_stream, phases_ms,
+        holdings, any(row["has_values"] for row in said), old_stream, new_stream, phases_ms,
     )
 
 

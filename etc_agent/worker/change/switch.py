@@ -23,6 +23,7 @@ from etc_agent.control.causes import ErrorKind
 from etc_agent.control.environment import generation_variables
 from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.aliases import local_tensor
+from etc_agent.integrations.amendments import Amendments
 from etc_agent.integrations.native import held_shards, rng_state, set_rng_state, shards_of
 from etc_agent.integrations.tensors import all_tensors
 from etc_agent.migration.progress import ProgressBar
@@ -120,9 +121,11 @@ def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str
     """Take the state as the last step left it.
 
     Raises:
-        EtcError: a tensor has come, gone or been cut in another way since the preparation, or cannot be moved as it is.
+        EtcError: a tensor has come, gone or been cut in another way since the preparation, or cannot be moved as it is;
+            or the script has frozen or unfrozen parameters since.
     """
     assert prepared.holdings is not None, "a worker of the old generation holds something"
+    prepared.holdings.amendments.check_same(Amendments.of(live.state))
     tensors = all_tensors(live.state)
     shards = {shard.tensor.name: shard for shard in prepared.holdings.tensors}
     if tensors.keys() != shards.keys():

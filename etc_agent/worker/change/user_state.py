@@ -14,6 +14,7 @@ from typing import Any
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.json_values import decode, encode
+from etc_agent.integrations.parameter_values import load_parameter_values, parameter_values
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.parallel.config import ParallelConfig
 
@@ -34,9 +35,13 @@ def rules_of(state: TrainState) -> dict[str, str]:
 
 
 def own_state(state: TrainState) -> dict[str, Any]:
-    """What this rank has to say of its own, to be gathered from all: empty where every extra is replicated."""
+    """What this rank has to say of its own, to be gathered from all: extras with a rule, and what the optimizer keeps
+    of this rank's parameters in Python values."""
     own = {name for name, rule in rules_of(state).items() if rule != "replicated"}
-    return {name: encode(state.extras[name].state_dict(), f"extras.{name}") for name in sorted(own)}
+    return {
+        "extras": {name: encode(state.extras[name].state_dict(), f"extras.{name}") for name in sorted(own)},
+        "parameters": parameter_values(state),
+    }
 
 
 def load_own_state(
@@ -45,16 +50,18 @@ def load_own_state(
     """Give this rank of `config` its part; `gathered` has what the ranks of `previous` said, in their order.
 
     Raises:
-        EtcError: two ranks contradict each other about a sample.
+        EtcError: two ranks contradict each other, about a sample or about a parameter.
     """
+    load_parameter_values(state, [said["parameters"] for said in gathered])
     at = config.coordinate(rank)
     for name, rule in rules_of(state).items():
+        said_of_it = [said["extras"].get(name) for said in gathered]
         if rule == "per_rank":
-            for old_rank, said in enumerate(gathered):
+            for old_rank, value in enumerate(said_of_it):
                 if previous.coordinate(old_rank) == at:
-                    state.extras[name].load_state_dict(decode(said[name]))
+                    state.extras[name].load_state_dict(decode(value))
         elif rule == "per_sample":
-            state.extras[name].load_state_dict(_union(name, [decode(said[name]) for said in gathered]))
+            state.extras[name].load_state_dict(_union(name, [decode(value) for value in said_of_it]))
 
 
 def _union(name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
