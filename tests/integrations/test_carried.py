@@ -266,7 +266,7 @@ def test_values_that_only_one_generation_has_are_refused_by_name() -> None:
     train(state, 0, 1)
     values = parameter_values(state)
     del values["head.bias"]
-    with pytest.raises(EtcError, match=r"^optimizer\.head\.bias\.scale, optimizer\.head\.bias\.step: a Python value in"):
+    with pytest.raises(EtcError, match=r"^optimizer\.head\.bias\.scale, optimizer\.head\.bias\.step: a Python value"):
         load_parameter_values(changed(state, build_with(NumbersPerParameter)), [values])
 
 
