@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,53 +19,10 @@ from etc_agent.agent.control_server import ControlServer
 from etc_agent.control import channel as framing
 from etc_agent.control.causes import ErrorKind
 from etc_agent.control.channel import Channel, MessageTooLargeError
-from etc_agent.control.messages import (
-    Armed,
-    Described,
-    Hello,
-    Message,
-    Progress,
-    Raised,
-    Refused,
-    Switched,
-    decode,
-    encode,
-)
+from etc_agent.control.messages import Armed, Message, Progress, Raised, decode, encode
+from tests.control.frames import FROM_AGENTS, FROM_WORKERS, HELLO, frame, framed, payloads
 
-HELLO = Hello(local_rank=0, pid=1, generation=1)
-MESSAGES: list[Message] = [
-    HELLO,
-    Progress(1, 2, 3, 0.5),
-    Refused(2, "no", ErrorKind.MODEL),
-    Described("PP1TP1DP1", {"ranks": []}),
-    Switched(2, 7, {"vote": 1.0}, 1, 2, 3),
-]
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@st.composite
-def spoilt_messages(draw: st.DrawFn) -> bytes:
-    """A message of ours with one field changed, left out, or one that it does not have."""
-    value = encode(draw(st.sampled_from(MESSAGES)))
-    field = draw(st.sampled_from([*value, "unknown"]))
-    if draw(st.booleans()):
-        value[field] = draw(json_values)
-    else:
-        value.pop(field, None)
-    return json.dumps(value).encode()
-
-
-payloads = st.binary(max_size=40) | json_values.map(lambda value: json.dumps(value).encode()) | spoilt_messages()
-
-
-def frame(payload: bytes) -> bytes:
-    return struct.pack("!I", len(payload)) + payload
-
+SAID = payloads(FROM_WORKERS)
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[socket.socket, queue.SimpleQueue[Any]]]:
@@ -90,14 +46,14 @@ def next_of(heard: queue.SimpleQueue[Any], kind: type[Message]) -> Message:
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(before=st.lists(payloads, max_size=3), after=st.lists(payloads, max_size=4))
+@given(before=st.lists(SAID, max_size=3), after=st.lists(SAID, max_size=4))
 def test_no_message_keeps_the_agent_from_hearing_the_next(
     before: list[bytes], after: list[bytes], tmp_path: Path
 ) -> None:
     last = Raised("the last word", ErrorKind.UNCLEAR)
-    said = [*before, json.dumps(encode(HELLO)).encode(), *after, json.dumps(encode(last)).encode()]
+    said = [*map(frame, before), framed(HELLO), *map(frame, after), framed(last)]
     with served(tmp_path) as (client, heard):
-        client.sendall(b"".join(map(frame, said)))
+        client.sendall(b"".join(said))
         assert next_of(heard, Raised) == last
 
 
@@ -107,9 +63,8 @@ def test_no_message_keeps_the_agent_from_hearing_the_next(
 )
 def test_a_malformed_message_is_left_out(payload: bytes, tmp_path: Path) -> None:
     with served(tmp_path) as (client, heard):
-        client.sendall(frame(json.dumps(encode(HELLO)).encode()) + frame(payload))
-        client.sendall(frame(json.dumps(encode(MESSAGES[1])).encode()))
-        assert next_of(heard, Progress) == MESSAGES[1]
+        client.sendall(framed(HELLO) + frame(payload) + framed(Progress(1, 2, 3, 0.5)))
+        assert next_of(heard, Progress) == Progress(1, 2, 3, 0.5)
 
 
 def test_a_message_too_large_is_left_out_at_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +80,7 @@ def test_a_message_too_large_is_left_out_at_both_ends(tmp_path: Path, monkeypatc
 
 
 @settings(max_examples=300, deadline=None)
-@given(payload=payloads)
+@given(payload=payloads([*FROM_WORKERS, *FROM_AGENTS]))
 def test_what_is_taken_for_a_message_is_one_in_every_field(payload: bytes) -> None:
     try:
         message = decode(json.loads(payload))

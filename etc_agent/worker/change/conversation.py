@@ -109,8 +109,8 @@ class Conversation:
             _log.info("the agent does not hear %s: %s", message.type, error)
         except MessageTooLargeError as error:
             _log.error("the agent cannot be told: %s", error)
-            if isinstance(message, Described):
-                self.report(Described(message.config, None, f"{message.config}: its layout is a {error}"))
+            if isinstance(message, Described) and message.layout is not None:
+                self.report(Described(message.config, None, f"its layout cannot be told: {error}"))
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
