@@ -206,7 +206,8 @@ def zombies():
     return [pid for pid, state in states.items() if state == "Z"]
 
 def main():
-    signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"got SIGUSR1\\n"))
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda *_: heard.append(os.write(1, b"got SIGUSR1\\n")))
     for _ in range(5):
         middle = os.fork()
         if middle == 0:
@@ -218,6 +219,8 @@ def main():
     while zombies() and time.monotonic() < deadline:
         time.sleep(0.01)
     os.kill(1, signal.SIGUSR1)
+    while not heard and time.monotonic() < deadline:
+        time.sleep(0.01)
     print("parent", os.getppid(), "zombies", zombies(), flush=True)
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
