@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from etc_agent.agent.processes.local_workers import LocalWorkers
@@ -52,13 +53,15 @@ class Leadership:
         self._status_at = 0.0
         self._complaint = ""
 
-    def observe(self, records: JobRecords, connected_s: float) -> View:
-        """The view of this moment; `connected_s`: how long etcd has been followed without a break. Call it on every
+    def observe(self, records: JobRecords, connected_s: float, alive_at: Mapping[str, float]) -> View:
+        """The view of this moment; `connected_s`, `alive_at`: as `Observer.view` has them. Call it on every
         change, leader or not."""
         now = time.monotonic()
         self._observer = self._observer.observe(records, now)
         recent = {c: why for c, (why, at) in self._undescribed.items() if now - at < self._policy.retry_s}
-        return self._observer.view(self._policy, records, self._descriptions, now, connected_s, recent)
+        return self._observer.view(
+            self._policy, records, self._descriptions, now, connected_s, alive_at, recent
+        )
 
     def may_lead(self, records: JobRecords, patience_s: float) -> bool:
         """Whether this node should stand for the lead; see `Observer.may_lead`."""
@@ -192,7 +195,7 @@ def policy_of(settings: JobSettings) -> Policy:
         prepare_s=timeouts.prepare_s,
         switch_s=timeouts.switch_s,
         start_s=timeouts.start_s,
-        lost_s=timeouts.lease_s + 2,
+        lost_s=Fencing(timeouts.lease_s).trust_s,
         fence_s=Fencing(timeouts.lease_s).fence_s,
         below_min_s=timeouts.join_s,
         retry_s=timeouts.retry_s,

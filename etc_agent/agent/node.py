@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
+from etc_agent.agent.etcd import Followed
 from etc_agent.agent.inbox import ForWorkers, Inbox, Item, Preempted, Said, Signal
 from etc_agent.agent.job_end import JobEnd
 from etc_agent.agent.job_records import RecordReader
@@ -25,15 +26,17 @@ from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.agent.safety.fence import Fence
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.hangs import HangWatch
+from etc_agent.agent.safety.words import Speaker
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
 from etc_agent.control.channel import SPARE_GENERATION, Channel
-from etc_agent.control.messages import Hello, Message, shows_life
+from etc_agent.control.messages import Hello, Message, Progress
 from etc_agent.reconfig import member
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.observing import JobRecords
 from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
-from etc_agent.reconfig.view import View, is_used, store_of
+from etc_agent.reconfig.surroundings import Surroundings
+from etc_agent.reconfig.view import View, is_used, store_of, uncleared
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election
 from etc_agent.rendezvous.errors import EtcdError
@@ -81,7 +84,14 @@ class NodeAgent:
         self._hangs = HangWatch(settings.timeouts.hang_s)
         self._server = ControlServer(run_folder, self._said)
         self._starter = Starter(settings, program, record, logs, events, guardian, str(self._server.path))
-        self._fence = Fence(Fencing(settings.timeouts.lease_s), lambda: membership.lease, guardian)
+        fencing = Fencing(settings.timeouts.lease_s)
+        self._fence = Fence(
+            fencing, Followed(membership, mirror, fencing.ttl_s), guardian, Speaker(incarnation, record.name),
+            record.address,
+        )
+        self._contact = f"{record.address}:{self._fence.port}"
+        self._become(replace(record, contact_port=self._fence.port))
+        self._is_cut_off = False
         self._lost_up_to = earlier_generation
         self._cut_off_since = float("inf")
         self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
@@ -112,11 +122,13 @@ class NodeAgent:
                 self._leaving.be_gone_by(time.monotonic(), limit_s)
             self._report(records)
             self._renew_store(records)
+            self._clear(records)
             self._publish()
-            self._act(records)
+            connected_s = min(self._mirror.connected_for_s, self._fence.followed_s)
+            view = self._leadership.observe(records, connected_s, self._fence.alive_at)
+            self._act(records, view)
             self._starter.keep_spares(self._idle_slots(records))
             self._acknowledge(records)
-            view = self._leadership.observe(records, self._mirror.connected_for_s)
             timeout_s = self._lead(records, view)
             if (exit_code := self._ended(records)) is not None:
                 return self._end(exit_code, records)
@@ -137,8 +149,8 @@ class NodeAgent:
 
     def _said(self, hello: Hello, channel: Channel, message: Message | None) -> None:
         """From the reader threads: the loop may be waiting for etcd."""
-        if shows_life(message):
-            self._fence.saw_life()
+        if isinstance(message, Progress):
+            self._fence.saw_step()
         self._inbox.said(hello, channel, message)
 
     def _hear(self, items: list[Item]) -> None:
@@ -194,20 +206,22 @@ class NodeAgent:
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
 
     def _put_fence(self, records: JobRecords, *, has_workers: bool) -> None:
-        committed = records.generations.get(records.current.committed)
-        others = [store_of(node) for node in records.nodes if node.name != self._record.name]
-        is_shared = committed is not None and committed.nodes != (self._record.name,)
-        self._fence.observe(others if has_workers else (), is_shared=is_shared)
+        if not self._settings.standalone:  # where no other node can ever be
+            self._fence.observe(Surroundings.of(self._record.name, records, has_workers=has_workers))
 
     def _heed_fence(self, records: JobRecords) -> None:
         """Where the others may have gone on without this node, it begins anew as one more."""
         self._put_fence(records, has_workers=self._workers.are_running)
         if why := self._fence.fell:
-            logger.error("%s: its workers are stopped, and it joins again when etcd answers", why)
-            self._lost_up_to, self._cut_off_since = records.current.next_id - 1, time.monotonic()
+            if not self._is_cut_off:
+                logger.error("%s: its workers are stopped, and it joins again when etcd answers", why)
+                self._is_cut_off = True
+                self._lost_up_to, self._cut_off_since = records.current.next_id - 1, time.monotonic()
+                self._become(replace(self._record, instance=uuid.uuid4().hex))
             self._workers.stop_all(0.0)
-            self._fence.lift()
-            self._become(replace(self._record, instance=uuid.uuid4().hex))
+            if not self._workers.are_running:
+                self._is_cut_off = False
+                self._fence.lift()
         limit_s = self._settings.timeouts.join_s
         if self._membership.is_registered:
             self._cut_off_since = float("inf")
@@ -239,6 +253,12 @@ class NodeAgent:
         in_use = [int(generation.store.rpartition(":")[2]) for generation in known if generation is not None]
         self._become(replace(self._record, store_port=self._stores.open(in_use)))
 
+    def _clear(self, records: JobRecords) -> None:
+        """Tell the others when the workers of an earlier life of the job have ended here: they wait for that."""
+        cleared = member.cleared(records.current, records.generations, self._workers.views())
+        if cleared != self._record.cleared:
+            self._become(replace(self._record, cleared=cleared))
+
     def _become(self, record: NodeRecord) -> None:
         """Something about this node has changed; `_publish` tells the others."""
         self._record = record
@@ -258,12 +278,13 @@ class NodeAgent:
 
     # ---- what this node owes --------------------------------------------------------------------------------------
 
-    def _act(self, records: JobRecords) -> None:
+    def _act(self, records: JobRecords, view: View) -> None:
         if self._is_stopping:
             return
         grace_s = self._settings.timeouts.shutdown_grace_s
         for action in member.owed(
-            self._record.name, records.current, records.generations, self._workers.views(), self._lost_up_to
+            self._record.name, records.current, records.generations, self._workers.views(), self._lost_up_to,
+            uncleared(view),
         ):
             match action:
                 case member.Start(index, generation, joining):
@@ -291,7 +312,8 @@ class NodeAgent:
             generation = records.generations.get(generation_id)
             if generation is None or not member.participants(self._record.name, generation, records.generations):
                 continue
-            ack = member.summarise(self._record.name, generation, records.generations, views, self._lost_up_to)
+            summary = member.summarise(self._record.name, generation, records.generations, views, self._lost_up_to)
+            ack = replace(summary, contact=self._contact)
             if ack == self._acks.get(generation_id, Ack(generation_id, self._record.name)) or self._fence.fell:
                 continue
             try:

@@ -115,7 +115,7 @@ def _steady(view: View, committed: Generation) -> Decision:
     if committed.is_fresh and (refusal := first_refusal(ack.refusal for ack in acks if ack.refusal)):
         return _without(view, committed, refusal)
     if (decision := lost_or_failed(view, committed, acks)) is not None:
-        return decision
+        return _answer_meanwhile(view, decision)
     if any(ack.finished for ack in acks):
         return Wait()
     if (history := stop_time(view, committed, acks)) is not None:
@@ -227,28 +227,35 @@ def _placement(view: View, committed: Generation, config: ParallelConfig) -> Pla
 # ---- a request ----------------------------------------------------------------------------------------------------
 
 
-def _answer(view: View, request: Request) -> Decision:
+def _take_up(view: View, request: Request) -> Current | Write:
+    """`current` with `request` as what is wanted, or the refusal of a request that could never be met."""
     current = replace(view.current, handled_scale=request.revision)
-    shown = request.text if len(request.text) <= _MOST_SHOWN else request.text[:_MOST_SHOWN] + "..."
-
-    def reply(result: Result, message: str) -> Reply:
-        return Reply(shown, request.revision, result, message)
-
     try:
         wanted = parse_wanted(request.text)
     except ValueError as error:
-        return Write(current, reply=reply(Result.REFUSED, str(error)))
+        return Write(current, reply=_reply(request, Result.REFUSED, str(error)))
     # Whoever asks anew knows more than what went wrong before.
     asked = replace(view, current=replace(current, given_up=()))
     if why := check(asked, wanted):
-        return Write(current, reply=reply(Result.REFUSED, why))
-    current = replace(
+        return Write(current, reply=_reply(request, Result.REFUSED, why))
+    return replace(
         asked.current,
         wanted=request.text.strip(),
         wanted_before=view.current.wanted,
         pending_scale=request.revision,
         pending_since=view.current.committed,
     )
+
+
+def _answer(view: View, request: Request) -> Decision:
+    current = _take_up(view, request)
+    if isinstance(current, Write):
+        return current
+    wanted = parse_wanted(request.text)
+
+    def reply(result: Result, message: str) -> Reply:
+        return _reply(request, result, message)
+
     asked = replace(view, current=current)
     try:
         config = meeting(asked, wanted, view.num_usable_slots)
@@ -267,7 +274,26 @@ def _answer(view: View, request: Request) -> Decision:
     return _adjust(asked, view.committed, current, reply(Result.ACCEPTED, f"changing to {config}"))
 
 
+def _answer_meanwhile(view: View, decision: Decision) -> Decision:
+    """`decision`, about workers or nodes that are gone; where that is to wait, a new request has its answer first."""
+    request = view.scale
+    if not isinstance(decision, Wait) or view.paused or request is None:
+        return decision
+    if request.revision <= view.current.handled_scale:
+        return decision
+    current = _take_up(view, request)
+    if isinstance(current, Write):
+        return current
+    waiting = decision.why or "workers are lost, and what is left is being found out"
+    return Write(current, reply=_reply(request, Result.PENDING, waiting))
+
+
 # ---- words --------------------------------------------------------------------------------------------------------
+
+
+def _reply(request: Request, result: Result, message: str) -> Reply:
+    shown = request.text if len(request.text) <= _MOST_SHOWN else request.text[:_MOST_SHOWN] + "..."
+    return Reply(shown, request.revision, result, message)
 
 
 def _is_asked_for(current: Current, config: ParallelConfig) -> bool:

@@ -6,7 +6,7 @@ reports into the node's acknowledgement.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from etc_agent.control.causes import ErrorKind
@@ -105,9 +105,11 @@ def owed(
     generations: Mapping[int, Generation],
     workers: Mapping[int, WorkerView],
     lost_up_to: int = 0,
+    uncleared: Collection[str] = (),
 ) -> list[Action]:
     """Everything that this node has yet to do. `lost_up_to`: in generations up to this one the node's workers are lost,
-    and none is started."""
+    and none is started. `uncleared`: the nodes that have to stop workers before any of a fresh generation starts
+    (`view.uncleared`)."""
     if current.outcome is not Outcome.RUNNING:
         return [Stop(worker.index) for worker in workers.values() if worker.is_running]
     committed, proposed = generations.get(current.committed), generations.get(current.proposed)
@@ -121,7 +123,7 @@ def owed(
         if worker is None or worker.started_for < base:
             if worker is not None and worker.is_running:
                 actions.append(Stop(index))
-            elif committed.is_fresh and committed.id > lost_up_to:
+            elif committed.is_fresh and committed.id > lost_up_to and not uncleared:
                 actions.append(Start(index, committed, joining=False))
     joining = indices(node, proposed) - staying if proposed and proposed.id > lost_up_to else frozenset()
     for index in joining:
@@ -135,6 +137,15 @@ def owed(
         if worker.is_running and index not in staying | joining:
             actions.append(Expect(index) if worker.in_session and worker.started_for >= base else Stop(index))
     return actions + _messages(node, current, committed, proposed, generations, workers)
+
+
+def cleared(current: Current, generations: Mapping[int, Generation], workers: Mapping[int, WorkerView]) -> int:
+    """The field of that name in this node's record: no worker runs here that was started for an earlier generation."""
+    committed = generations.get(current.committed)
+    if committed is None:
+        return 0
+    running = (worker.started_for for worker in workers.values() if worker.is_running)
+    return min([base_of(committed, generations), *running])
 
 
 def _messages(

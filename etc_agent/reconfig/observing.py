@@ -54,8 +54,8 @@ class Observer:
 
     `nodes`: who is there, in which life and state. `current`: the record of that name. `failed`: the committed
     generation, if a worker of it or of a later one has failed, else None. `refused`: likewise the proposed one, if a
-    worker refused it or has ended in it. `led`: whether there is a leader. `gone_at`:
-    node -> when it was first seen to be gone, for every node that was ever there and is not now.
+    worker refused it or has ended in it. `led`: whether there is a leader. `gone_at`: node -> when it was first seen to
+    be gone, for every node that was ever there and is not now. `cleared`: node -> that field of its last record.
     """
 
     nodes: Lasting = Lasting()
@@ -65,6 +65,7 @@ class Observer:
     led: Lasting = Lasting()
     present: frozenset[str] = frozenset()
     gone_at: Mapping[str, float] = field(default_factory=dict)
+    cleared: Mapping[str, int] = field(default_factory=dict)
 
     def observe(self, records: JobRecords, now: float) -> Observer:
         """What is known once `records` are seen at `now`."""
@@ -84,6 +85,7 @@ class Observer:
             self.led.at(now, records.leader != ""),
             present,
             {name: self.gone_at.get(name, now) for name in gone},
+            {**self.cleared, **{node.name: node.cleared for node in records.nodes}},
         )
 
     def view(
@@ -93,9 +95,11 @@ class Observer:
         descriptions: Mapping[ParallelConfig, Layout | str],
         now: float,
         connected_s: float,
+        alive_at: Mapping[str, float],
         undescribed: Mapping[ParallelConfig, str] | None = None,
     ) -> View:
-        """What the leader decides from at `now`. `records`: those observed last. The rest: as in `View`."""
+        """What the leader decides from at `now`. `records`: those observed last. `alive_at`: node -> when its agent was
+        last asked and said that it has workers. The rest: as in `View`."""
         return View(
             policy,
             records.nodes,
@@ -113,12 +117,16 @@ class Observer:
             absent_s={name: now - at for name, at in self.gone_at.items()},
             refused_s=now - self.refused.since if self.refused.value is not None else 0.0,
             undescribed=undescribed or {},
+            alive_s={name: now - at for name, at in alive_at.items() if name not in self.present},
+            cleared=self.cleared,
         )
 
     def may_lead(self, node: str, records: JobRecords, now: float, patience_s: float) -> bool:
-        """Whether `node` should stand for the lead: the leader asks workers of its own about the model, so nodes with
-        workers stand first, and any other once there has been no leader for `patience_s`."""
+        """Whether `node` should stand for the lead, or keep it: the leader asks workers of its own about the model, so
+        where nodes with workers are here, another stands only when there has been no leader for `patience_s`."""
         committed = records.generations.get(records.current.committed)
-        if committed is None or records.current.outcome is not Outcome.RUNNING or node in committed.nodes:
+        if committed is None or records.current.outcome is not Outcome.RUNNING:
+            return True
+        if node in committed.nodes or self.present.isdisjoint(committed.nodes):
             return True
         return not self.led.value and now - self.led.since > patience_s

@@ -55,7 +55,8 @@ class NodeRecord(_Json):
 
     `rank`: the place in the order of nodes that the user asked for, or None. `joined`: the order of arrival (the
     key's create_revision), filled in by the reader. `instance`: distinguishes two lives of one name. `role`: torchrun's
-    ``--role``.
+    ``--role``. `cleared`: no worker runs here that was started for an earlier generation than this. `contact_port`:
+    where its agent answers other agents directly (`agent.safety.contact`).
     """
 
     name: str
@@ -67,6 +68,8 @@ class NodeRecord(_Json):
     rank: int | None = None
     role: str = "default"
     joined: int = 0
+    cleared: int = 0
+    contact_port: int = 0
     labels: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -184,7 +187,8 @@ class Ack(_Json):
     migration vote. `lost`: the node has lost its workers of this generation, because it was cut off from etcd or is in
     another life. `has_stepped`: a worker has ended a training step. `ended`: the slot of a worker that has ended with
     exit code 0, if one has. `step`: the first of the generation, once that is known. `stop_ms` and `phases_ms`: the
-    slowest worker's; bytes are sums over the node's workers.
+    slowest worker's; bytes are sums over the node's workers. `contact`: ``host:port`` at which the node's agent answers
+    other agents, also when etcd has forgotten the node.
     """
 
     generation: int
@@ -204,6 +208,7 @@ class Ack(_Json):
     received_bytes: int = 0
     referred_bytes: int = 0
     stop_ms: float | None = None
+    contact: str = ""
     phases_ms: dict[str, float] = field(default_factory=dict)
     prepare_ms: dict[str, float] = field(default_factory=dict)
 

@@ -60,7 +60,8 @@ def in_session(view: View) -> bool:
     committed = view.committed
     if committed is None:
         return False
-    if any(node not in view.live or view.ack(committed.id, node).failure for node in committed.nodes):
+    acks = [view.ack(committed.id, node) for node in committed.nodes]
+    if any(ack.node not in view.live or ack.failure or ack.lost for ack in acks):
         return False
     first = view.generations[base_of(committed, view.generations)]
     return all(view.ack(first.id, node).in_session for node in first.nodes)

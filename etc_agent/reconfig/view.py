@@ -65,7 +65,8 @@ class View:
     been following etcd without a break: before one lease time, an absent node may yet renew its lease. `absent_s`: node
     -> since it was seen to be gone, for those that were ever there. `refused_s`: since the first worker refused, or
     ended in, the generation that is proposed. `undescribed`: configs whose layout no worker could say just now, for a
-    reason of its own.
+    reason of its own. `alive_s`: node that is gone from etcd -> since its agent last said, when asked directly, that it
+    still has workers. `cleared`: node -> that field of its record, for every node that was ever there.
     """
 
     policy: Policy
@@ -84,6 +85,8 @@ class View:
     absent_s: Mapping[str, float] = field(default_factory=dict)
     refused_s: float = 0.0
     undescribed: Mapping[ParallelConfig, str] = field(default_factory=dict)
+    alive_s: Mapping[str, float] = field(default_factory=dict)
+    cleared: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def committed(self) -> Generation | None:
@@ -101,7 +104,9 @@ class View:
 
     def fenced_in_s(self, node: str) -> float:
         """Until when a node that is gone may still have workers, in seconds from now."""
-        return self.policy.fence_s - self.absent_s.get(node, float("inf"))
+        forever = float("inf")
+        unseen_s, unheard_s = self.absent_s.get(node, forever), self.alive_s.get(node, forever)
+        return max(self.policy.fence_s - unseen_s, self.policy.lost_s - unheard_s)
 
     @property
     def leaving(self) -> frozenset[str]:
@@ -143,6 +148,17 @@ class View:
 
     def ack(self, generation: int, node: str) -> Ack:
         return self.acks.get((generation, node)) or Ack(generation, node)
+
+
+def uncleared(view: View) -> frozenset[str]:
+    """The nodes that may still have workers of an earlier life of the job than the committed generation's: none of
+    that generation's may start before they have ended, or two generations could train at once."""
+    committed = view.committed
+    if committed is None or not committed.is_fresh or min(view.generations) == committed.id:
+        return frozenset()
+    slow = (node.name for node in view.nodes if node.cleared < committed.id)
+    gone = (name for name in {*view.absent_s, *view.alive_s} if view.fenced_in_s(name) > 0)
+    return frozenset(slow).union(name for name in gone if view.cleared.get(name, 0) < committed.id)
 
 
 def store_of(node: NodeRecord) -> str:

@@ -16,7 +16,7 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class Lease:
-    """A lease of `ttl_s` seconds, granted in the constructor and renewed every third of that.
+    """A lease of `ttl_s` seconds, granted in the constructor and renewed every quarter of that.
 
     Two different things can go wrong. While etcd is away the lease may or may not still exist: `is_held` turns false
     once ttl_s has passed since the last renewal was asked for, and true again when etcd comes back and still knows the
@@ -70,7 +70,7 @@ class Lease:
             log.warning("lease %x could not be revoked and ends in at most %d s: %s", self.id, self._ttl_s, error)
 
     def _keep_alive(self) -> None:
-        pause_s, is_renewed = self._ttl_s / 3, True
+        pause_s, is_renewed = self._ttl_s / 4, True
         while not self._closed.wait(pause_s):
             asked = time.monotonic()
             try:
@@ -93,4 +93,4 @@ class Lease:
                     log.warning("etcd answers again; our lease is renewed")
                 is_renewed = True
                 self._deadline = asked + granted_s
-                pause_s = self._ttl_s / 3
+                pause_s = self._ttl_s / 4

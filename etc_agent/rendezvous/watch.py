@@ -61,7 +61,7 @@ class Watch:
         self._cancelled = threading.Event()
         self._call: Any = None
         self._connected_since: float | None = None
-        self._last_heard = time.monotonic()
+        self._last_heard = self._silent_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="etcd-watch", daemon=True)
         self._thread.start()
 
@@ -95,7 +95,7 @@ class Watch:
     def _run(self) -> None:
         delay_s = _FIRST_DELAY_S
         while not self._is_over:
-            before = self._last_heard
+            before = self._silent_since
             link: Link | None = None
             try:
                 link = self._transport.link(time.monotonic() + self._transport.timeout_s)
@@ -112,7 +112,7 @@ class Watch:
             self._connected_since = None
             if self._is_over:
                 return
-            if self._last_heard != before:
+            if self._silent_since != before:
                 delay_s = _FIRST_DELAY_S
             log.debug("etcd watch of %s broke (%s); resuming at %d", self._key, reason, self._next_revision)
             self._cancelled.wait(delay_s)
@@ -125,7 +125,7 @@ class Watch:
     def _follow(self, link: Link) -> None:
         """One stream, to its end. Always raises."""
         ended = threading.Event()
-        self._last_heard = time.monotonic()
+        self._silent_since = time.monotonic()
         call = self._transport.open_stream(link, WATCH, self._requests(ended), [("hasleader", "true")])
         self._call = call
         try:
@@ -135,7 +135,7 @@ class Watch:
             for answer in call:
                 if self._cancelled.is_set():
                     break
-                self._last_heard = time.monotonic()
+                self._last_heard = self._silent_since = time.monotonic()
                 if answer.canceled:
                     self._handle_cancellation(link, answer)
                 if answer.created:
@@ -163,7 +163,7 @@ class Watch:
         )
         yield message("WatchRequest", create_request=create)
         while not ended.wait(self._heartbeat_s):
-            if time.monotonic() - self._last_heard > self._silence_s:
+            if time.monotonic() - self._silent_since > self._silence_s:
                 call = self._call
                 if call is not None:
                     call.cancel()

@@ -1,64 +1,96 @@
-"""A node that is cut off stops its workers before the others go on, and never while only etcd is away."""
+"""A node that may be cut off stops its workers before others go on, and never while only etcd is away."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import ELASTIC, started
 
-from etc_agent.reconfig.fencing import Fencing, Isolation, are_in_reach
+from etc_agent.reconfig.fencing import FOR_EVER, Contact, Evidence, Fencing, Word
 from etc_agent.reconfig.records import Failure, FailureKind
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 LEASES = st.integers(4, 120).map(Fencing)
-NEVER = float("inf")
+TEN = Fencing(10.0)
+B, C = frozenset({"b"}), frozenset({"c"})
+NOW = 1000.0
 
 
-def cut(at_s: float, now_s: float, fencing: Fencing, **others: bool) -> Isolation:
-    """What a node knows `now_s` after its last renewal, where nothing has come through since `at_s`. The last word of
-    another node was the renewal itself: nobody asks before a renewal is overdue."""
-    facts = {"has_others": True, "is_shared": True, **others}
-    return Isolation(**facts, lease_left_s=fencing.ttl_s - now_s, unanswered_s=now_s, stalled_s=now_s - at_s)
+def lost_lease(**facts: object) -> Evidence:
+    """What a node knows whose lease has just run out."""
+    return Evidence(lease_until=NOW, heard_at=NOW - TEN.ttl_s, **facts)  # type: ignore[arg-type]
 
 
-@given(LEASES, st.floats(0, 1), st.floats(0, 1))
-def test_a_node_that_is_cut_off_stops_when_its_lease_is_over_and_not_before(
-    fencing: Fencing, fraction: float, before: float
-) -> None:
-    at_s = fraction * fencing.ttl_s / 3  # later, the next renewal would have come through
-    assert cut(at_s, fencing.ttl_s, fencing).must_stop(fencing)
-    assert not cut(at_s, fencing.ttl_s * before - 1e-3, fencing).must_stop(fencing)
+def lives_on(evidence: Evidence, fencing: Fencing = TEN) -> bool:
+    return evidence.workers_until(fencing, NOW) > NOW
+
+
+# ---- what a node makes of what it hears -----------------------------------------------------------------------
+
+
+@given(LEASES)
+def test_a_node_that_hears_nobody_stops_when_its_lease_is_over_and_not_before(fencing: Fencing) -> None:
+    alone = Evidence(lease_until=NOW, heard_at=NOW - fencing.ttl_s, nodes=B | C)
+    assert alone.workers_until(fencing, NOW - 1) == NOW
     assert fencing.ttl_s + fencing.fence_s <= max(fencing.lease_s, 2)
 
 
-@given(LEASES, st.floats(0, 1e4), st.floats(0, 1e4))
-def test_while_only_etcd_is_away_long_steps_and_scripts_without_any_go_on(
-    fencing: Fencing, away_s: float, stalled_s: float
-) -> None:
-    answered = Isolation(True, True, lease_left_s=-away_s, unanswered_s=1.0, stalled_s=stalled_s)
-    assert not answered.must_stop(fencing)
+def test_one_peer_that_hears_etcd_means_that_this_node_is_cut_off() -> None:
+    words = {"b": Word(NOW, followed_s=0.0), "c": Word(NOW, followed_s=500.0)}
+    assert not lives_on(lost_lease(nodes=B | C, words=words))
+    assert not lives_on(lost_lease(nodes=B | C, companions=C, words=words, stepped_at=NOW)), "even if steps go on"
 
 
-def test_steps_that_need_other_nodes_prove_that_there_is_no_cut() -> None:
-    fencing = Fencing(10.0)
-    training = Isolation(True, True, lease_left_s=-60, unanswered_s=60, stalled_s=0.5)
-    assert not training.must_stop(fencing), "an agent whose packets are dropped while the workers' are not"
-    alone = Isolation(True, False, lease_left_s=-60, unanswered_s=60, stalled_s=0.5)
-    assert alone.must_stop(fencing), "these steps would go on beside those of whoever takes over"
+def test_while_all_other_nodes_have_lost_etcd_too_long_steps_and_scripts_without_any_go_on() -> None:
+    words = {"b": Word(NOW, followed_s=0.0), "c": Word(NOW, followed_s=0.0)}
+    assert lives_on(lost_lease(nodes=B | C, words=words))
 
 
-def test_a_node_that_nobody_can_replace_goes_on() -> None:
-    alone = Isolation(False, False, lease_left_s=-NEVER, unanswered_s=NEVER, stalled_s=NEVER)
-    assert not alone.must_stop(Fencing(10.0))
+def test_all_other_nodes_have_to_answer_for_one_that_does_not_may_have_taken_over() -> None:
+    others = frozenset(f"n{number}" for number in range(63))
+    words = {name: Word(NOW, followed_s=0.0) for name in others}
+    assert lives_on(lost_lease(nodes=others, words=words))
+    del words["n17"]
+    assert not lives_on(lost_lease(nodes=others, words=words))
 
 
-@pytest.mark.parametrize(
-    ("asked", "answered", "expected"),
-    [(1, 0, False), (1, 1, True), (2, 0, False), (2, 1, True), (3, 1, False), (3, 2, True), (16, 8, True)],
-)
-def test_half_of_the_nodes_are_not_the_job(asked: int, answered: int, expected: bool) -> None:
-    assert are_in_reach(asked, answered) is expected
+def test_steps_speak_for_the_nodes_that_they_need_and_for_no_others() -> None:
+    assert lives_on(lost_lease(nodes=B, companions=B, stepped_at=NOW - 0.5))
+    assert not lives_on(lost_lease(nodes=B | C, companions=B, stepped_at=NOW - 0.5)), "c may have taken over"
+    assert not lives_on(lost_lease(nodes=B, stepped_at=NOW - 0.5)), "these steps need nobody"
+
+
+def test_the_time_that_is_left_counts_from_the_last_word_and_not_from_now() -> None:
+    evidence = lost_lease(nodes=B, words={"b": Word(NOW - 3, followed_s=0.0)})
+    assert evidence.workers_until(TEN, NOW) == evidence.workers_until(TEN, NOW + 2)
+    assert evidence.workers_until(TEN, NOW) == NOW - 3 + TEN.trust_s - TEN.fence_s
+
+
+def test_a_peer_that_has_just_found_etcd_again_leaves_time_to_find_it_too() -> None:
+    evidence = lost_lease(nodes=B, words={"b": Word(NOW, followed_s=1.0)})
+    assert evidence.workers_until(TEN, NOW) == NOW + TEN.trust_s - 1 - TEN.fence_s
+
+
+def test_a_node_that_knows_of_no_other_goes_on_as_long_as_its_agent_can_answer_newcomers() -> None:
+    assert lost_lease().workers_until(TEN, NOW + 1e4) > NOW + 1e4
+    newcomer = lost_lease(words={"d": Word(NOW - 1, followed_s=60.0)})
+    assert not lives_on(newcomer)
+
+
+def test_contact_with_etcd_begins_anew_after_a_silence() -> None:
+    contact = Contact().at(10.0, 10.0, TEN).at(13.0, 12.0, TEN)
+    assert contact.followed_s(13.0) == 3.0
+    silent = contact.at(18.0, 12.0, TEN)
+    assert silent.followed_s(18.0) == 0.0
+    assert silent.at(19.0, 18.5, TEN).followed_s(20.0) == 1.0
+
+
+def test_a_reason_names_the_node_that_counts() -> None:
+    assert "node c hears it" in lost_lease(nodes=B | C, words={
+        "b": Word(NOW, followed_s=0.0), "c": Word(NOW, followed_s=500.0)
+    }).why(TEN, NOW)
+    assert "node b does not answer" in lost_lease(nodes=B).why(TEN, NOW)
+    assert Evidence(NOW).workers_until(TEN, NOW) < FOR_EVER
 
 
 # ---- what the leader makes of it -------------------------------------------------------------------------------

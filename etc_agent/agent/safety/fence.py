@@ -1,103 +1,153 @@
-"""Ends this node's workers when the others may be about to go on without it (`etc_agent.reconfig.fencing`).
+"""Ends this node's workers before others may go on without it (`etc_agent.reconfig.fencing`).
 
-A thread decides; the guardian, another process, does it. The agent's own loop may be waiting for an etcd that does not
-answer, and an agent that is stopped (SIGSTOP, a frozen machine) can decide nothing: so the guardian is told again and
-again until when the workers may live, and kills them when that time passes without another word.
+A thread gathers the evidence; the guardian, another process, does it. The agent's own loop may be waiting for an etcd
+that does not answer, and an agent that is stopped (SIGSTOP, a frozen machine) can decide nothing: so the guardian is
+told again and again until when the workers may live, and kills them when that time passes without another word.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from etc_agent.agent.safety.contact_point import ContactPoint
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.reach import Reach
-from etc_agent.reconfig.fencing import Fencing, Isolation
-from etc_agent.rendezvous.lease import Lease
+from etc_agent.agent.safety.words import Speaker
+from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, Word
+from etc_agent.reconfig.surroundings import Surroundings
 
-_TICK_S = 0.25
-_FOR_EVER = float("inf")
+_LONGEST_TICK_S = 0.25
+_PAUSE_S = 1.0
+"""An agent that has not looked for so long did not run."""
+
+
+class Etcd(Protocol):
+    """What the fence needs to know of this agent's connection to etcd. Times in time.monotonic() seconds."""
+
+    @property
+    def lease_until(self) -> float:
+        """Until when this node's lease is certainly held."""
+
+    @property
+    def heard_at(self) -> float:
+        """When etcd last said anything."""
 
 
 class Fence:
-    """Starts at once. `lease`: the node's lease of now."""
+    """Starts at once. `address`: where other agents reach this one."""
 
-    def __init__(self, fencing: Fencing, lease: Callable[[], Lease], guardian: Guardian) -> None:
-        self._fencing, self._lease, self._guardian = fencing, lease, guardian
-        self._reach = Reach(timeout_s=fencing.ttl_s / 8)
-        self._others: Sequence[str] = ()
-        self._is_shared = False
-        self._life_at = float("-inf")
-        self._until = _FOR_EVER
+    def __init__(self, fencing: Fencing, etcd: Etcd, guardian: Guardian, speaker: Speaker, address: str) -> None:
+        self._fencing, self._etcd, self._guardian = fencing, etcd, guardian
+        self._around = Surroundings()
+        self._contact = Contact()
+        self._words: dict[str, Word] = {}
+        self._stepped_at = NEVER
+        self._until = FOR_EVER
+        self._looked_at = time.monotonic()
         self._why = ""
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._tick_s = min(_LONGEST_TICK_S, fencing.ttl_s / 16)
+        self._point = ContactPoint(address, speaker, self._own_word, self._heard)
+        self._reach = Reach(
+            speaker, self._own_word, self._heard, every_s=fencing.ttl_s / 16, timeout_s=fencing.ttl_s / 8
+        )
         self._thread = threading.Thread(target=self._run, name="fence", daemon=True)
         self._thread.start()
 
-    def observe(self, others: Sequence[str], *, is_shared: bool) -> None:
-        """What there is to fence. `others`: the stores of the other nodes; none where this node has no workers.
-        `is_shared`: the workers' generation has some on other nodes too. When this returns, the guardian knows."""
-        is_first = bool(others) and not self._others
-        self._others, self._is_shared = others, is_shared
+    @property
+    def port(self) -> int:
+        """Of the contact point."""
+        return self._point.port
+
+    @property
+    def followed_s(self) -> float:
+        """For how long this agent has followed etcd without a break, as its peers are told; 0 while etcd is silent."""
+        return self._contact.followed_s(time.monotonic())
+
+    @property
+    def alive_at(self) -> dict[str, float]:
+        """Node -> when its agent was last asked, or asked us, and said that it has workers."""
+        return {node: word.at for node, word in self._words.copy().items() if word.has_workers}
+
+    def observe(self, around: Surroundings) -> None:
+        """What is there to fence and whom to ask. When this returns, the guardian knows until when new workers live."""
+        is_first = around.has_workers and not self._around.has_workers
+        self._around = around
         if is_first:
             with self._lock:
                 self._look()
 
-    def saw_life(self) -> None:
-        """A worker has ended a step, or sent a heartbeat. Callable from any thread."""
-        self._life_at = time.monotonic()
+    def saw_step(self) -> None:
+        """A worker has ended a step. Callable from any thread."""
+        self._stepped_at = time.monotonic()
 
     @property
     def fell(self) -> str:
         """Why the workers had to end, in words; "" where they did not."""
         with self._lock:
-            self._check_pause()
+            if time.monotonic() >= self._until:
+                self._look()
             return self._why
 
     def lift(self) -> None:
         """The workers are known to have ended; new ones may come."""
         with self._lock:
-            self._why, self._others = "", ()
-            self._allow(_FOR_EVER)
+            self._why, self._around = "", Surroundings(self._around.others)
+            self._allow(FOR_EVER)
 
     def close(self) -> None:
         """The workers have ended in order."""
         self._closed.set()
         self._thread.join()
         self._reach.close()
-        self._allow(_FOR_EVER)
+        self._point.close()
+        self._allow(FOR_EVER)
+
+    def _own_word(self) -> Word:
+        return Word(time.monotonic(), self.followed_s, self._around.has_workers)
+
+    def _heard(self, node: str, word: Word) -> None:
+        """From the threads of the contact point and of `Reach`."""
+        self._words[node] = word
 
     def _run(self) -> None:
-        while not self._closed.wait(_TICK_S):
+        while not self._closed.wait(self._tick_s):
             with self._lock:
                 self._look()
 
     def _look(self) -> None:
-        self._check_pause()
+        now, around = time.monotonic(), self._around
+        paused_s, self._looked_at = now - self._looked_at, now
+        self._contact = self._contact.at(now, self._etcd.heard_at, self._fencing)
+        lease_until = self._etcd.lease_until
+        is_in_doubt = around.has_workers and self._fencing.is_in_doubt(now, lease_until)
+        self._reach.want({**around.gone, **(around.others if is_in_doubt else {})}, around.others)
         if self._why:
             return
-        now, deadline, others = time.monotonic(), self._lease().deadline_monotonic, self._others
-        self._reach.want(others, now=self._fencing.is_in_doubt(deadline - now))
-        heard_at = max(deadline - self._fencing.ttl_s, self._reach.answered_at)
-        isolation = Isolation(bool(others), self._is_shared, deadline - now, now - heard_at, now - self._life_at)
-        if isolation.must_stop(self._fencing):
-            silent_s = now - deadline + self._fencing.ttl_s
-            self._fall(f"etcd has not answered for {silent_s:.0f} s, nor have most of the other nodes")
+        if not around.has_workers:
+            self._allow(FOR_EVER)
+            return
+        evidence = Evidence(
+            lease_until, self._etcd.heard_at, frozenset(around.others), around.companions, self._words.copy(),
+            self._stepped_at,
+        )
+        until = evidence.workers_until(self._fencing, now)
+        if now < min(until, self._until):
+            self._allow(until)
+        elif paused_s > _PAUSE_S:
+            self._fall(f"this agent was stopped for {paused_s:.1f} s, longer than its workers may live without it")
         else:
-            self._allow(max(deadline, now + self._fencing.quiet_s) if others else _FOR_EVER)
+            self._fall(evidence.why(self._fencing, now))
 
     def _allow(self, until: float) -> None:
         if until != self._until:
             self._until = until
             self._guardian.allow_until(until)
 
-    def _check_pause(self) -> None:
-        late_s = time.monotonic() - self._until
-        if late_s > 0 and not self._why:
-            self._fall(f"this agent was stopped until {late_s:.1f} s after its lease")
-
     def _fall(self, why: str) -> None:
+        """The guardian has done it already where the time that it was told last is over."""
         self._why = why
         self._guardian.allow_until(0.0)

@@ -1,71 +1,102 @@
-"""Whether the other nodes of the job are in reach, asked by connecting to their stores."""
+"""Asks the agents of other nodes, in person, whether they hear etcd and whether they have workers."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
-from etc_agent.reconfig.fencing import are_in_reach
+from etc_agent.agent.safety.words import LONGEST_BYTES, Speaker
+from etc_agent.reconfig.fencing import Word
 
-_EVERY_S = 0.5
-_MOST_ASKED = 16
+_MOST_AT_ONCE = 128
+"""Questions under way: a job may have more nodes than a process may have open files."""
 
 
 class Reach:
-    """Asks while it is told to, from a thread of its own: names may take their time to be resolved."""
+    """Asks every node that it is told to, again and again, from a thread of its own.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._others: Sequence[str] = ()
-        self._is_wanted = False
+    Nodes that do not answer hold up no others. `every_s`: the pause between two questions to one node. `timeout_s`: for
+    one question. `own`: what this agent says of itself. `heard(node, word)`: takes in an answer. Both are called from
+    the thread.
+    """
+
+    def __init__(
+        self,
+        speaker: Speaker,
+        own: Callable[[], Word],
+        heard: Callable[[str, Word], None],
+        *,
+        every_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._speaker, self._own, self._heard = speaker, own, heard
+        self._every_s, self._timeout_s = every_s, timeout_s
+        self._asked: Mapping[str, str] = {}
+        self._known: Mapping[str, str] = {}
         self._addresses: dict[str, str] = {}
         self._closed = threading.Event()
-        self.answered_at = float("-inf")
-        """When most nodes were last in reach, in time.monotonic() seconds."""
-        threading.Thread(target=self._run, name="reach", daemon=True).start()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="reach", daemon=True)
+        self._thread.start()
 
-    def want(self, others: Sequence[str], *, now: bool) -> None:
-        """`others`: the stores to ask, as ``host:port``. `now`: ask them; else only learn their addresses, for the name
-        server may be on the other side of a cut."""
-        self._others, self._is_wanted = others, now
+    def want(self, asked: Mapping[str, str], known: Mapping[str, str]) -> None:
+        """`asked`: node -> ``host:port`` of its contact point, for those to ask from now on. `known`: likewise for
+        those that may have to be asked later: their names are resolved now, for the name server may be behind a cut."""
+        self._asked, self._known = asked, known
 
     def close(self) -> None:
+        """Stop asking."""
         self._closed.set()
+        self._thread.join()
 
-    def _run(self) -> None:
-        while not self._closed.wait(_EVERY_S):
-            others = self._others
-            known = [store for store in others if self._resolve(store)]
-            if not self._is_wanted or not others:
-                continue
-            asked = random.sample(known, min(len(known), _MOST_ASKED))
-            started = time.monotonic()
-            if are_in_reach(max(1, len(asked)), asyncio.run(self._ask(asked))):
-                self.answered_at = started
+    async def _run(self) -> None:
+        at_once, under_way = asyncio.Semaphore(_MOST_AT_ONCE), dict[str, asyncio.Task[None]]()
+        while not self._closed.is_set():
+            under_way = {node: task for node, task in under_way.items() if not task.done()}
+            asked = self._asked
+            for node, address in {**self._known, **asked}.items():
+                if node in under_way:
+                    continue
+                if node in asked:
+                    under_way[node] = asyncio.create_task(self._ask(address, at_once))
+                elif _host(address) not in self._addresses:
+                    under_way[node] = asyncio.create_task(self._resolve(_host(address)))
+            await asyncio.sleep(self._every_s)
+        for task in under_way.values():
+            task.cancel()
 
-    def _resolve(self, store: str) -> str:
-        """The address of the store's host, "" where there is none."""
-        host = store.rpartition(":")[0]
-        if host not in self._addresses:
-            try:
-                self._addresses[host] = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-            except OSError:
-                return ""
-        return self._addresses[host]
-
-    async def _ask(self, stores: Sequence[str]) -> int:
-        return sum(await asyncio.gather(*(self._answers(store) for store in stores)))
-
-    async def _answers(self, store: str) -> bool:
-        host, _, port = store.rpartition(":")
+    async def _resolve(self, host: str) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                _, writer = await asyncio.open_connection(self._addresses[host], int(port))
+            found = asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            self._addresses[host] = str((await asyncio.wait_for(found, self._timeout_s))[0][4][0])
         except (OSError, TimeoutError):
-            return False
-        writer.close()
-        return True
+            pass  # tried again in the next round
+
+    async def _ask(self, address: str, at_once: asyncio.Semaphore) -> None:
+        if _host(address) not in self._addresses:
+            await self._resolve(_host(address))
+            return
+        async with at_once:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._talk(self._addresses[_host(address)], int(address.rpartition(":")[2]))
+            except (OSError, TimeoutError, ValueError):  # the last for a line that is too long
+                pass
+
+    async def _talk(self, host: str, port: int) -> None:
+        asked_at = time.monotonic()
+        reader, writer = await asyncio.open_connection(host, port, limit=LONGEST_BYTES)
+        try:
+            said = self._speaker.decode(await reader.readline(), asked_at)
+            writer.write(self._speaker.encode(self._own()))
+            await writer.drain()
+        finally:
+            writer.close()
+        if said is not None:
+            self._heard(*said)
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]

@@ -37,7 +37,7 @@ from etc_agent.reconfig.records import (
     Reply,
     Request,
 )
-from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write, is_used, store_of
+from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write, is_used, store_of, uncleared
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
 
@@ -205,7 +205,11 @@ class Cluster:
         if renews := is_used(store_of(self.nodes[name]), self.generations):
             self.revision += 1
             self.nodes[name] = replace(self.nodes[name], store_port=self.revision)
-        actions = member.owed(name, self.current, self.generations, workers, self.lost_up_to.get(name, 0))
+        cleared = member.cleared(self.current, self.generations, workers)
+        renews |= cleared != self.nodes[name].cleared
+        self.nodes[name] = replace(self.nodes[name], cleared=cleared)
+        awaited = uncleared(self.view())
+        actions = member.owed(name, self.current, self.generations, workers, self.lost_up_to.get(name, 0), awaited)
         for action in actions:
             match action:
                 case member.Start(index, generation, _):

@@ -1,0 +1,81 @@
+"""Where this node's agent tells other agents, in person, whether it hears etcd.
+
+An agent that is stopped says nothing here, though its kernel completes a handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from etc_agent.agent.safety.words import LONGEST_BYTES, Speaker
+from etc_agent.reconfig.fencing import Word
+
+_CALLER_S = 2.0
+_BACKLOG = 1024
+
+
+class ContactPoint:
+    """Listens on a free port of `address` from its constructor on, or of all addresses where this host has no such one
+    (it is behind NAT).
+
+    `own`: what this agent says. `heard(node, word)`: takes in what a caller says of itself. Both are called from a
+    thread of this object.
+    """
+
+    def __init__(
+        self, address: str, speaker: Speaker, own: Callable[[], Word], heard: Callable[[str, Word], None]
+    ) -> None:
+        self._speaker, self._own, self._heard = speaker, own, heard
+        self._socket = _listen(address)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="contact-point", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, sock=self._socket, limit=LONGEST_BYTES)
+        )
+        self._loop.run_forever()
+        server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_CALLER_S):
+                spoke_at = time.monotonic()
+                writer.write(self._speaker.encode(self._own()))
+                await writer.drain()
+                said = self._speaker.decode(await reader.readline(), spoke_at)
+            if said is not None:
+                self._heard(*said)
+        except (OSError, TimeoutError, ValueError):  # the last for a line that is too long
+            pass
+        finally:
+            writer.close()
+
+
+def _listen(address: str) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+    except OSError:
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)

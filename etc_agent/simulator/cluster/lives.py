@@ -1,0 +1,206 @@
+"""Random lives of a job on a simulated cluster: troubles of every kind, then peace, and what must be true all along.
+
+While there is trouble: no two generations train at once (`World`). After it: every request has its answer, the job has
+ended or trains on exactly its workers, and in the size that was asked for, so that nothing is barred for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.planner.choose import NoConfigError
+from etc_agent.reconfig.records import FailureKind, Result
+from etc_agent.reconfig.sizing import NotDescribed, meeting
+from etc_agent.reconfig.view import View
+from etc_agent.reconfig.wanted import parse_wanted
+from etc_agent.simulator.cluster.world import ETCD, World
+
+NAMES = ("a", "b", "c", "d")
+SIZES = ("1", "2", "3", "4", "6", "8", "nodes=1", "nodes=2", "PP2TP1DP1", "PP3TP2", "max", "x")
+_PEACE_S = 120.0
+
+
+class BrokenPromise(AssertionError):
+    """What must be true after a time of peace is not."""
+
+
+class Life:
+    """One life by the numbers of `random`; `story` says what happened, one line each."""
+
+    def __init__(self, world: World, random: Random, num_nodes: int = 2) -> None:
+        self.world, self.random = world, random
+        self.story: list[str] = []
+        for name in NAMES[:num_nodes]:
+            self._tell(f"{name} joins")
+            world.join(name)
+        world.run(random.choice((2.0, 20.0)))
+
+    def trouble(self, num_events: int) -> None:
+        """So many events, with time between them."""
+        for _ in range(num_events):
+            if self.world.is_over:
+                return
+            self.random.choice(self._events())()
+            self.world.run(self.random.choice((0.25, 0.5, 1.0, 2.0, 4.0, 9.0, 15.0)))
+
+    def peace(self) -> None:
+        """Everything is mended; then the promises are checked.
+
+        Raises:
+            BrokenPromise: one does not hold.
+        """
+        world = self.world
+        self._tell("peace")
+        world.heal()
+        if not world.etcd.is_up:
+            world.etcd.start_again(world.now)
+        if world.etcd.records.paused:
+            world.etcd.change(paused=False)
+        world.model.refusing, world.model.votes_down, world.model.is_slow = "", "", False
+        for agent in world.agents.values():
+            agent.is_frozen, agent.renewal_s = False, 0.0
+            for worker in agent.workers.values():
+                worker.prepare(world.model)
+        world.run(_PEACE_S)
+        self._check()
+
+    # ---- what can happen --------------------------------------------------------------------------------------
+
+    def _events(self) -> list[Callable[[], None]]:
+        return [
+            self._a_node_joins, self._a_host_dies, self._a_node_drains, self._a_size_is_asked_for,
+            self._two_nodes_are_split, self._two_nodes_are_split, self._a_node_loses_etcd, self._a_node_loses_etcd,
+            self._a_node_loses_etcd, self._the_network_is_mended, self._an_agent_freezes_or_goes_on,
+            self._etcd_goes_or_comes, self._renewals_become_slow, self._a_worker_fails, self._workers_change_their_mind,
+            self._the_job_is_paused_or_goes_on,
+        ]
+
+    def _tell(self, what: str) -> None:
+        self.story.append(f"{self.world.now:7.2f} {what}")
+
+    def _node(self) -> str:
+        return self.random.choice(sorted(self.world.agents) or ["nobody"])
+
+    def _a_node_joins(self) -> None:
+        """Only where somebody of the job hears etcd: see docs/liveness.md, "What remains"."""
+        world, name = self.world, self.random.choice(NAMES)
+        if name in world.agents or not world.etcd.is_up:
+            return
+        if any(agent.contact.since is not None and not agent.is_frozen for agent in world.agents.values()):
+            self._tell(f"{name} joins")
+            world.join(name)
+
+    def _a_host_dies(self) -> None:
+        name = self._node()
+        if len(self.world.agents) > 1:
+            self._tell(f"the host of {name} dies")
+            self.world.die(name)
+
+    def _a_node_drains(self) -> None:
+        name = self._node()
+        if len(self.world.agents) > 2:
+            self._tell(f"{name} drains")
+            self.world.agents[name].drain()
+
+    def _a_size_is_asked_for(self) -> None:
+        size = self.random.choice(SIZES)
+        self._tell(f"{size} is asked for")
+        self.world.etcd.ask(size)
+
+    def _two_nodes_are_split(self) -> None:
+        one, other = self.random.sample(NAMES, 2)
+        pairs = {(one, other)} if self.random.random() < 0.3 else {(one, other), (other, one)}
+        self._tell(f"cut {sorted(pairs)}")
+        self.world.cut |= pairs
+
+    def _a_node_loses_etcd(self) -> None:
+        name = self.random.choice(NAMES)
+        self._tell(f"cut {name} from etcd")
+        self.world.split(name, ETCD)
+
+    def _the_network_is_mended(self) -> None:
+        if self.random.random() < 0.3:
+            self._tell("the network is whole")
+            self.world.heal()
+        elif self.world.cut:
+            one, other = self.random.choice(sorted(self.world.cut))
+            self._tell(f"mend {one} {other}")
+            self.world.cut -= {(one, other), (other, one)}
+
+    def _an_agent_freezes_or_goes_on(self) -> None:
+        name = self._node()
+        if name in self.world.agents:
+            agent = self.world.agents[name]
+            agent.is_frozen = not agent.is_frozen
+            self._tell(f"the agent of {name} {'freezes' if agent.is_frozen else 'goes on'}")
+
+    def _etcd_goes_or_comes(self) -> None:
+        etcd = self.world.etcd
+        self._tell("etcd goes" if etcd.is_up else "etcd comes back")
+        if etcd.is_up:
+            etcd.is_up = False
+        else:
+            etcd.start_again(self.world.now)
+
+    def _renewals_become_slow(self) -> None:
+        name = self._node()
+        if name in self.world.agents:
+            seconds = self.random.choice((0.0, 1.0, 2.5, 4.0))
+            self._tell(f"renewals of {name} take {seconds} s")
+            self.world.agents[name].renewal_s = seconds
+
+    def _a_worker_fails(self) -> None:
+        if running := sorted(self.world.running()):
+            name, index = self.random.choice(running)
+            kind = self.random.choice([kind for kind in FailureKind if not kind.is_hang])
+            self._tell(f"worker {name}/{index} fails: {kind}")
+            self.world.agents[name].fail(index, kind)
+
+    def _workers_change_their_mind(self) -> None:
+        model = self.world.model
+        model.refusing, model.is_slow, model.votes_down = self.random.choice(
+            [("", False, ""), ("", False, ""), ("no memory", False, ""), ("", True, ""), ("", False, "a peer was lost")]
+        )
+        self._tell(f"workers: refusing {model.refusing!r}, slow {model.is_slow}, votes down {model.votes_down!r}")
+        for agent in self.world.agents.values():
+            for worker in agent.workers.values():
+                worker.prepare(model)
+
+    def _the_job_is_paused_or_goes_on(self) -> None:
+        paused = not self.world.etcd.records.paused
+        self._tell("paused" if paused else "goes on")
+        self.world.etcd.change(paused=paused)
+
+    # ---- what must be true ------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        world, records = self.world, self.world.etcd.records
+        leader = world.agents.get(records.leader)
+        if world.is_over or leader is None:
+            self._promise(world.is_over or not world.agents, "nobody leads")
+            return
+        view = leader.view()
+        wanted = _meeting(view)
+        if records.scale is not None:
+            answers = [reply for reply in world.etcd.replies if reply.revision == records.scale.revision]
+            self._promise(bool(answers), f"no answer to {records.scale.text!r}")
+            is_final = answers[-1].result not in (Result.ACCEPTED, Result.PENDING)
+            self._promise(is_final or wanted is None or view.is_below_min, "a request stays open")
+        if not view.is_below_min:
+            self._promise(world.trains(), "a job that can train does not")
+            is_it = wanted in (None, world.committed.config)
+            self._promise(is_it, f"it trains as {world.committed.config}, and {wanted} is wanted and possible")
+
+    def _promise(self, is_kept: bool, what: str) -> None:
+        if not is_kept:
+            raise BrokenPromise("\n".join([what, *self.story, str(self.world.etcd.records.current)]))
+
+
+def _meeting(view: View) -> ParallelConfig | None:
+    """The config that the wanted size means on the nodes that are here; None where they do not suffice."""
+    try:
+        return meeting(view, parse_wanted(view.current.wanted), view.num_usable_slots)
+    except (NoConfigError, NotDescribed):
+        return None

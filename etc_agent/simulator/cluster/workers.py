@@ -1,0 +1,111 @@
+"""Simulated worker processes: what they answer to their agent, and which generation they train in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from etc_agent.control.messages import Armed, FirstStep, Message, Prepare, Prepared, Refused, Switched
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.member import WorkerView
+from etc_agent.reconfig.records import Failure, FailureKind
+from etc_agent.state.boxes import Box
+from etc_agent.state.layout import Layout, LogicalTensor, Shard
+
+
+def layout_of(config: ParallelConfig) -> Layout:
+    """One tensor of 48 rows, cut over pp and tp."""
+    tensor, parts = LogicalTensor("w", (48, 4), "float32", 4), config.pp * config.tp
+    ranks = [config.coordinate(rank) for rank in range(config.num_ranks)]
+    return tuple(
+        (Shard(tensor, Box(((at.pp * config.tp + at.tp) * 48 // parts, 0), (48 // parts, 4))),) for at in ranks
+    )
+
+
+@dataclass
+class Model:
+    """What the workers of a job are like.
+
+    `in_session`: they can change in place; else they are plain scripts. `impossible`: configs that the model refuses,
+    always, with its reason. `refusing`: why workers refuse to prepare just now; "" where they are willing. `is_slow`:
+    they are not ready, and neither refuse nor answer. `votes_down`: why a switch is voted down just now. `stop_s`: from
+    the signal to stop until the process has ended.
+    """
+
+    in_session: bool = True
+    impossible: dict[str, str] = field(default_factory=dict)
+    refusing: str = ""
+    is_slow: bool = False
+    votes_down: str = ""
+    stop_s: float = 0.0
+
+    def describe(self, config: ParallelConfig) -> Layout | str:
+        return self.impossible.get(str(config)) or layout_of(config)
+
+
+@dataclass
+class Worker:
+    """One process. `generation`: the one that it trains in, 0 while it waits to join one. `armed`: the one that it may
+    switch to. `ends_at`: when it will have ended, after it was told to."""
+
+    view: WorkerView
+    generation: int = 0
+    armed: int = 0
+    ends_at: float = float("inf")
+
+    @classmethod
+    def started(cls, index: int, generation: Generation, model: Model, *, joining: bool) -> Worker:
+        view = WorkerView(index, generation.id, in_session=model.in_session, is_plain=not model.in_session)
+        worker = cls(view, 0 if joining else generation.id)
+        if generation.is_fresh and (why := model.impossible.get(str(generation.config))):
+            worker.view = replace(view, refused={generation.id: Refused(generation.id, why)})
+            worker.fail(Failure(f"x/{index}", FailureKind.RAISED, 1, why))
+        return worker
+
+    @property
+    def is_running(self) -> bool:
+        return self.view.is_running
+
+    def hear(self, generation: int, message: Message, model: Model) -> None:
+        """The agent's message."""
+        self.view = replace(self.view, told=self.view.told | {(message.type, generation)})
+        if isinstance(message, Prepare):
+            self.prepare(model)
+        elif isinstance(message, Armed):
+            self.armed = generation
+
+    def prepare(self, model: Model) -> None:
+        """Answer every generation that it was told to prepare for and has not answered."""
+        for kind, generation in self.view.told:
+            if kind != Prepare.type or generation in {**self.view.prepared, **self.view.refused}:
+                continue
+            if model.refusing:
+                self.refuse(generation, model.refusing)
+            elif not model.is_slow:
+                prepared = {**self.view.prepared, generation: Prepared(generation, "digest")}
+                self.view = replace(self.view, prepared=prepared)
+
+    def refuse(self, generation: int, why: str) -> None:
+        self.armed = 0
+        self.view = replace(self.view, refused={**self.view.refused, generation: Refused(generation, why)})
+
+    def switch(self, generation: int) -> None:
+        """It is past the vote of the change to `generation`."""
+        self.generation, self.armed = generation, 0
+        switched = {**self.view.switched, generation: Switched(generation, 10 * generation, {"migrate": 1.0}, 1, 1, 1)}
+        first = {**self.view.first_step, generation: FirstStep(generation, 10 * generation, 5.0)}
+        self.view = replace(self.view, switched=switched, first_step=first)
+
+    def step(self) -> None:
+        if not self.view.has_stepped:
+            self.view = replace(self.view, has_stepped=True)
+
+    def stop(self, now: float, after_s: float) -> None:
+        """Told to end, by a signal."""
+        self.ends_at = min(self.ends_at, now + after_s)
+
+    def end(self, exit_code: int) -> None:
+        self.view = replace(self.view, exit_code=exit_code)
+
+    def fail(self, failure: Failure) -> None:
+        self.view = replace(self.view, exit_code=failure.exit_code, failure=failure)
