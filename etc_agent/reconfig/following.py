@@ -50,11 +50,14 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
     if (decision := lost_or_failed(view, committed, counting)) is not None:
         return decision
     if armed:
-        if (missing := view.lost(nodes)) and (decision := carry_out(view, without(view, missing))) is not None:
-            return decision
+        missing = view.lost(nodes)
         if any(ack.refusal for ack in new):
             # The migration was voted down, so nobody is in the new generation and nobody will be.
+            if missing:
+                return _withdraw(view, proposed, f"{names(missing)} was lost while it joined")
             return _refused(view, proposed, new)
+        if missing and (decision := carry_out(view, without(view, missing))) is not None:
+            return decision
         if view.phase_s >= view.policy.switch_s:
             if joiner and (decision := lost_or_failed(view, committed, old + new)) is not None:
                 return decision
@@ -66,14 +69,14 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
 
 
 def _prepare(view: View, committed: Generation, proposed: Generation, old: list[Ack], new: list[Ack]) -> Decision:
-    if any(ack.refusal or ack.failure for ack in new):
-        return _refused(view, proposed, new)
-    if any(ack.finished for ack in old):
-        return _withdraw(view, proposed, "the job is finishing")
     gone = [node for node in proposed.nodes if node not in view.live or node in view.leaving]
     gone += [ack.node for ack in new if ack.lost]
     if gone:
         return _withdraw(view, proposed, f"{names(gone)} left before it was ready")
+    if any(ack.refusal or ack.failure for ack in new):
+        return _refused(view, proposed, new)
+    if any(ack.finished for ack in old):
+        return _withdraw(view, proposed, "the job is finishing")
     digests = {ack.prepared for ack in new}
     if "" not in digests:
         if len(digests) > 1:
@@ -89,11 +92,14 @@ def _prepare(view: View, committed: Generation, proposed: Generation, old: list[
 
 
 def _refused(view: View, proposed: Generation, acks: list[Ack]) -> Decision:
-    """Somebody cannot take part. A worker that only lost another is given time for that other's own word."""
+    """Somebody cannot take part. Where it is only known that a peer was lost, that peer has time for its own word, and
+    its node's lease to end."""
     refusals = [ack.refusal for ack in acks if ack.refusal] + [Refusal.of(ack.failure) for ack in acks if ack.failure]
     cause = first_refusal(refusals)
     assert cause is not None
-    patience_s = 0.0 if cause.kind in (ErrorKind.MODEL, ErrorKind.RAISED) else view.policy.blame_s
+    patience_s = view.policy.blame_s if len(acks) == 1 else max(view.policy.blame_s, view.policy.lost_s)
+    if cause.kind in (ErrorKind.MODEL, ErrorKind.RAISED):
+        patience_s = 0.0
     if view.refused_s < patience_s:
         return Wait(patience_s - view.refused_s)
     return _give_up(view, proposed, cause)

@@ -47,7 +47,8 @@ def retry_in_s(view: View, config: ParallelConfig) -> float:
 def with_refusal(view: View, config: ParallelConfig, refusal: Refusal) -> Current:
     """`view.current`, with the change to `config` given up because of `refusal`."""
     before = in_force(view, config)
-    instance = next((node.instance for node in view.nodes if node.name == refusal.node), "")
+    is_its_own = refusal.kind is ErrorKind.RAISED
+    instance = next((node.instance for node in view.nodes if is_its_own and node.name == refusal.node), "")
     given_up = GivenUp(str(config), refusal.kind, str(refusal), before.tries + 1 if before else 1, instance)
     others = forgetting(view.current, config)
     return replace(others, given_up=(*others.given_up, given_up))

@@ -171,7 +171,7 @@ class Session:
         """The model cannot have the config that it was to start with. The agent asks this worker about others before it
         stops it and starts anew."""
         if self._conversation is not None:
-            _log.error("the model refuses %s: %s", self._config, error)
+            _log.error("the model refuses the config to start with, and is asked about others: %s", one_line(error))
             self._conversation.start()
             refusal = Refused(self._environment.generation, one_line(error), ErrorKind.MODEL)
             self._conversation.report(refusal)

@@ -147,6 +147,41 @@ def test_what_is_given_up_because_of_a_node_ends_with_that_node() -> None:
     assert cluster.committed.config.num_ranks == 4, "at once: this is another life of node b"
 
 
+def growing() -> Cluster:
+    """Node b is joining a job on node a, in the midst of the switch."""
+    cluster = started(ELASTIC, "a")
+    cluster.is_switching = True
+    cluster.join("b")
+    cluster.run()
+    assert cluster.current.phase is Phase.ARMED
+    return cluster
+
+
+def test_a_node_that_is_lost_while_it_joins_is_no_fault_of_the_config_and_no_restart() -> None:
+    cluster = growing()
+    cluster.refused_s = 0.0
+    cluster.stay("Connection closed by peer")
+    cluster.run()
+    assert cluster.current.phase is Phase.ARMED, "node b may yet say why"
+    cluster.lose("b")
+    cluster.run()
+    assert (cluster.config, cluster.committed.id, cluster.current.given_up) == ("PP1TP1DP2", 1, ())
+    assert cluster.history[2].why == "node b was lost while it joined"
+    cluster.is_switching = False
+    cluster.join("c")
+    cluster.run()
+    assert cluster.committed.config.num_ranks == 4
+
+
+def test_a_peer_that_was_lost_without_a_word_is_answered_once_its_node_would_be_known_to_be_gone() -> None:
+    cluster = growing()
+    cluster.stay("Connection closed by peer")
+    cluster.refused_s = cluster.policy.lost_s
+    cluster.run()
+    assert cluster.history[2].why.startswith("a/0: Connection closed by peer; it is tried again in 10 s")
+    assert cluster.current.given_up[0].instance == ""
+
+
 def test_a_growth_that_went_wrong_is_tried_again_without_a_request() -> None:
     cluster = started(ELASTIC, "a")
     cluster.refusing = "RuntimeError: no memory"
