@@ -70,7 +70,7 @@ def test_a_script_in_a_spare_finds_what_it_finds_in_python(
         "            'code': look.__code__.co_filename, 'builtins': str(__builtins__), 'notes': __annotations__,\n"
         "            'loader': type(__loader__).__name__, 'names': sorted(globals()),\n"
         "            'rank': os.environ['RANK'], 'path': sys.path, 'module': __spec__ and __spec__.name}\n"
-        "warm = 'worker.spare' in pathlib.Path('/proc/self/cmdline').read_text()\n"
+        "warm = 'process.spare' in pathlib.Path('/proc/self/cmdline').read_text()\n"
         "pathlib.Path(f'seen-{\"warm\" if warm else \"cold\"}-{os.getpid()}').write_text(json.dumps(look()))\n"
         "while not (warm and os.environ['WORLD_SIZE'] == '2'): time.sleep(0.05)\n"
         "raise ValueError('in a spare')\n"
