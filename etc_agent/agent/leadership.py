@@ -22,6 +22,7 @@ from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
 from etc_agent.reconfig.tidy import outdated
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
+from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election, Mandate
 from etc_agent.rendezvous.errors import EtcdError, FencedError
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S = 30.0
 _STATUS_S = 2.0
+_LOOK_AGAIN_S = 1.0
 
 
 class Leadership:
@@ -47,6 +49,7 @@ class Leadership:
         self._undescribed: dict[ParallelConfig, tuple[str, float]] = {}
         self._asked: dict[ParallelConfig, float] = {}
         self._writer: FencedWriter | None = None
+        self._attempts = Attempts()
         self._mandate: Mandate | None = None
         self._observer = Observer()
         self._status: dict[str, object] = {}
@@ -87,6 +90,8 @@ class Leadership:
         mandate = election.mandate
         if mandate is None:
             return float("inf")
+        if not self._attempts.are_due(time.monotonic()):
+            return _LOOK_AGAIN_S
         try:
             if self._writer is None or mandate != self._mandate:
                 self._writer, self._mandate = FencedWriter(self._client, mandate, self._keys.current), mandate
@@ -110,9 +115,14 @@ class Leadership:
             logger.info("a decision was not written: %s", error)
             self._writer = None
         except EtcdError as error:
-            logger.warning("the leader cannot write to etcd, and decides nothing until it can: %s", error)
+            if self._attempts.failed(time.monotonic(), error):
+                logger.warning("the leader cannot write to etcd, and decides nothing until it can: %s", error)
             self._writer = None
-        return 1.0
+        return _LOOK_AGAIN_S
+
+    def _has_written(self) -> None:
+        if self._attempts.succeeded():
+            logger.info("the leader can write to etcd again")
 
     def _complain(self, level: int, what: str) -> None:
         """Say it once."""
@@ -147,6 +157,7 @@ class Leadership:
             puts[self._keys.history(history.generation)] = json.dumps(history.to_json())
         assert self._writer is not None
         self._writer.write(puts, self._deletes(write, records))
+        self._has_written()
         _announce(write, records.current)
 
     def _deletes(self, write: Write, records: JobRecords) -> list[Delete | DeletePrefix]:
@@ -177,6 +188,7 @@ class Leadership:
         if status != self._status:
             assert self._writer is not None
             self._writer.write({self._keys.status: json.dumps(status)})
+            self._has_written()
             self._status, self._status_at = status, time.monotonic()
 
 

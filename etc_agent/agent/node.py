@@ -37,6 +37,7 @@ from etc_agent.reconfig.observing import JobRecords
 from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.surroundings import Surroundings
 from etc_agent.reconfig.view import View, is_used, store_of, uncleared
+from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election
 from etc_agent.rendezvous.errors import EtcdError
@@ -97,6 +98,7 @@ class NodeAgent:
         self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
         self._election: Election | None = None
         self._acks: dict[int, Ack] = {}
+        self._acknowledgements, self._publications = Attempts(), Attempts()
         self._leaving = Leaving()
         self._idle_since = time.monotonic()
         self._is_stopping = False
@@ -268,12 +270,15 @@ class NodeAgent:
         """Bring this node's record in etcd to what it is: at once, and while etcd is away, when it is back."""
         if self._record == self._published or not (self._is_news or self._mirror.is_connected):
             return
+        if not self._publications.are_due(time.monotonic()):
+            return
         try:
             self._membership.update(json.dumps(self._record.to_json()))
             self._published = self._record
+            self._publications.succeeded()
         except EtcdError as error:
-            if self._is_news:
-                logger.warning("the others hear of what has changed on this node once etcd answers: %s", error)
+            if self._publications.failed(time.monotonic(), error):
+                logger.warning("the others hear of what has changed on this node once etcd takes it: %s", error)
         self._is_news = False
 
     # ---- what this node owes --------------------------------------------------------------------------------------
@@ -307,6 +312,8 @@ class NodeAgent:
         return member.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
 
     def _acknowledge(self, records: JobRecords) -> None:
+        if not self._acknowledgements.are_due(time.monotonic()):
+            return
         views = self._workers.views()
         for generation_id in (records.current.committed, records.current.proposed):
             generation = records.generations.get(generation_id)
@@ -319,8 +326,10 @@ class NodeAgent:
             try:
                 self._client.put(self._keys.ack(generation_id, self._record.name), json.dumps(ack.to_json()))
                 self._acks[generation_id] = ack
+                self._acknowledgements.succeeded()
             except EtcdError as error:
-                logger.warning("an acknowledgement could not be written, and is tried again: %s", error)
+                if self._acknowledgements.failed(time.monotonic(), error):
+                    logger.warning("an acknowledgement could not be written, and is tried again: %s", error)
 
     # ---- the lead -------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import AmbiguousError, ClientClosedError, EtcdError, LeaseLostError
 from etc_agent.rendezvous.lease import Lease
@@ -50,6 +52,7 @@ class Election:
         self._lease = lease
         self._on_change = on_change
         self._mandate: Mandate | None = None
+        self._attempts = Attempts()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="etcd-election", daemon=True)
@@ -132,19 +135,24 @@ class Election:
                 [Put(self._key, self._value, lease_id), Get(self._key)],
                 [Get(self._key)],
             )
+            self._attempts.succeeded()
             return result.reads[-1][0]
         except AmbiguousError:
             try:
                 return self._client.get(self._key)
             except EtcdError as error:
-                log.warning("campaigning for the lead: %s", error)
+                self._complain(error)
         except ClientClosedError:
             self._stopped.set()
         except LeaseLostError:
             log.info("no lease to lead under; trying again once there is one")
         except EtcdError as error:
-            log.warning("campaigning for the lead: %s", error)
+            self._complain(error)
         return None
+
+    def _complain(self, error: EtcdError) -> None:
+        if self._attempts.failed(time.monotonic(), error):
+            log.warning("this node cannot take the lead, which is tried on: %s", error)
 
     def _wait_for_end_of(self, holder: KeyValue) -> None:
         """Wait until the mirror, once it is as new as `holder`, shows that term no more."""

@@ -12,7 +12,6 @@ from etc_agent.rendezvous.transport import Tls
 
 # Below the usual range of ephemeral ports: nobody's outgoing connection sits there when etcd wants the port back.
 _PORTS = range(18000, 32000)
-_SOCKETS = ("etcd.sock:0", "peer.sock:0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +32,7 @@ class OnSocket:
 
     def pick(self, peer_port: int | None) -> Urls:
         # etcd 3.4 takes no path in such a URL: a name relative to the folder it runs in, which must look like a port's.
-        client, peer = _SOCKETS
-        return Urls(f"unix://{client}", f"unix://{peer}", f"unix://{self.folder}/{client}")
-
-    def clear(self) -> None:
-        """Remove what an etcd that was killed has left; the next could not listen there."""
-        for name in _SOCKETS:
-            (self.folder / name).unlink(missing_ok=True)
+        return Urls("unix://etcd.sock:0", "unix://peer.sock:0", f"unix://{self.folder}/etcd.sock:0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
+from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import AmbiguousError, ClientClosedError, EtcdError, LeaseLostError, NameTakenError
 from etc_agent.rendezvous.lease import Lease
@@ -108,6 +110,7 @@ class Membership:
 
     def _handle_lost(self) -> None:
         log.warning("etcd has lost the lease of %s; registering again", self.key)
+        attempts = Attempts()
         while not self._closed.is_set():
             try:
                 with self._lock:
@@ -120,7 +123,8 @@ class Membership:
             except ClientClosedError:
                 return
             except EtcdError as error:
-                log.warning("%s is not registered: %s", self.key, error)
+                if attempts.failed(time.monotonic(), error):
+                    log.warning("%s is not registered, which is tried on: %s", self.key, error)
                 self._closed.wait(_RETRY_S)
                 continue
             if self._closed.is_set():

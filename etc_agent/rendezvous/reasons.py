@@ -74,5 +74,8 @@ def refusal(code: grpc.StatusCode, reason: str, user: str | None) -> EtcdError:
     if code is grpc.StatusCode.PERMISSION_DENIED:
         return EtcdAuthError(f"etcd does not let {who} do this ({plain}); grant the role read and write on our prefix")
     if "space exceeded" in reason:
-        return EtcdError("etcd is full (database space exceeded); compact, defragment and disarm its alarm")
+        return EtcdError(
+            "etcd is full (database space exceeded) and takes nothing new until somebody makes room: "
+            "etcdctl compact REVISION, etcdctl defrag, then etcdctl alarm disarm"
+        )
     return EtcdError(f"etcd refused the request: {plain or code.name}")

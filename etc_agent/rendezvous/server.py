@@ -215,10 +215,7 @@ class EtcdServer:
                 command += ["--client-cert-auth", f"--trusted-ca-file={tls.ca}"]
         # ETCD_* variables of the user's shell (for etcdctl, say) would be taken as server flags.
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("ETCD_", "ETCDCTL_"))}
-        folder = self._folder
-        if isinstance(self._listen, OnSocket):
-            folder = self._listen.folder
-            self._listen.clear()
+        folder = self._listen.folder if isinstance(self._listen, OnSocket) else self._folder
         with (self._folder / "etcd.log").open("ab") as output:
             self._guard = subprocess.Popen(
                 [sys.executable, "-S", "-E", guard.__file__, str(self._folder), *command, *self._extra_args],

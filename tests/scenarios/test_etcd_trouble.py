@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 import urllib.request
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+import pytest
 from running import (
     TINY_JOB,
     Etcd,
@@ -24,6 +26,7 @@ from running import (
 )
 
 from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.errors import EtcdError
 from etc_agent.rendezvous.server import EtcdServer
 from tests.rendezvous.etcd_helpers import Wire, etcd_cluster, freeze
 
@@ -119,3 +122,32 @@ def is_leader(server: EtcdServer) -> bool:
 
 def leader_of(servers: list[EtcdServer]) -> EtcdServer:
     return wait_until(lambda: next(filter(is_leader, servers), None), "an etcd leader")
+
+
+def fill(client: EtcdClient) -> None:
+    for number in range(100):
+        client.put(f"/filling/{number}", "x" * 500_000)
+
+
+def test_an_etcd_that_is_full_is_told_of_once_and_the_job_goes_on_when_there_is_room(
+    tmp_path: Path, cleanup: Cleanup
+) -> None:
+    with EtcdServer(extra_args=["--quota-backend-bytes=4000000"]) as server, EtcdClient([server.endpoint]) as client:
+        etcd = Etcd(server.endpoint, "job")
+        job = cleanup(node(tmp_path, server.endpoint, 1))
+        wait_for_step(tmp_path, 3)
+        with pytest.raises(EtcdError, match="is full"):
+            fill(client)
+        (worker,) = {line["pid"] for line in steps_of(tmp_path)}
+        wait_for_more_steps(tmp_path, 20)
+        os.kill(worker, signal.SIGKILL)  # its node tries to write that down from now on
+        job.wait_for("an acknowledgement could not be written.* etcd is full")
+        told = time.monotonic()
+        wait_until(lambda: time.monotonic() - told > 3, "what else is said of it")  # not a wait: the span is looked at
+        assert len([line for line in job.our_lines() if "acknowledgement" in line]) == 1
+        assert len([line for line in job.our_lines() if "etcd is full" in line]) <= 4, job.output
+        client.delete_prefix("/filling/")
+        client.compact(client.get_prefix("/filling/")[1])
+        etcd._etcdctl("defrag")
+        etcd._etcdctl("alarm", "disarm")
+        assert job.wait() == 137
