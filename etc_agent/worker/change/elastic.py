@@ -1,0 +1,243 @@
+"""A job under an agent: the generation in force, and how another one follows at a safe point.
+
+Everything here runs on the main thread. What goes on beside training is behind the `Conversation` with the agent.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from etc_agent.control.causes import ErrorKind, kind_of
+from etc_agent.control.channel import Channel
+from etc_agent.control.messages import FirstStep, Position, Progress, Raised, Refused, Switched
+from etc_agent.errors import ConfigRefusedError, EtcError, one_line
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.change.conversation import Conversation
+from etc_agent.worker.change.holdings import reshard
+from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.retire import Retired, Retirements, spare_the_collector
+from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
+from etc_agent.worker.course import Course
+from etc_agent.worker.fixed_size import leave
+from etc_agent.worker.live import LiveGeneration
+from etc_agent.worker.model import Build
+from etc_agent.worker.process.environment import WorkerEnvironment
+from etc_agent.worker.process.position import Whereabouts, dump_stacks_on_signal
+from etc_agent.worker.settings import Settings
+from etc_agent.worker.start import start_fresh
+from etc_agent.worker.vote import Ballot
+from etc_agent.worker.world.swap import install
+
+_log = logging.getLogger(__name__)
+
+_PROGRESS_INTERVAL_S = 1.0
+_HOLD_S = 0.2
+"""Between two votes while too few nodes are left to train."""
+
+
+class Elastic:
+    """The generations of a job, one after the other. `live`: the one in force, None before a joiner's first.
+
+    Raises:
+        EtcError: the agent does not answer.
+    """
+
+    def __init__(
+        self, environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings, course: Course
+    ) -> None:
+        assert environment.socket is not None
+        try:
+            channel = Channel.connect(environment.socket)
+        except OSError as error:
+            raise EtcError(f"the agent's control socket {environment.socket} does not answer: {error}") from None
+        self._environment = environment
+        self._config = config
+        self._script = script
+        self._settings = settings
+        self._course = course
+        self._whereabouts = Whereabouts()
+        self._retirements = Retirements()
+        self._conversation = Conversation(
+            channel, environment.slot, environment.generation, script, settings, self._in_force, self._whereabouts,
+            self._retirements,
+        )
+        self.live: LiveGeneration | None = None
+        self._pending = 0
+        self._is_held = False
+        self._entered: tuple[Switch, Retired] | None = None
+        self._last_progress = float("-inf")
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Enter the first generation: a fresh one, or the one that this worker joins."""
+        dump_stacks_on_signal()
+        install()
+        spare_the_collector()
+        if self._environment.is_joining:
+            self._conversation.start()
+            self._switch_to(self._conversation.await_armed(self._settings.timeout_s))
+            self._conversation.entered()
+        else:
+            self._start_fresh()
+            self._at(Position.BETWEEN)
+            self._conversation.start(self._course.step)
+
+    def _start_fresh(self) -> None:
+        environment = self._environment
+        try:
+            self.live, self._course.step = start_fresh(environment, self._config, self._script, self._settings)
+        except ConfigRefusedError as error:
+            self._refuse(error)
+            raise
+
+    def _refuse(self, error: ConfigRefusedError) -> None:
+        """The model cannot have the config that it was to start with. The agent asks this worker about others before it
+        stops it and starts anew."""
+        _log.error("the model refuses the config to start with, and is asked about others: %s", one_line(error))
+        self._conversation.start()
+        self._conversation.report(Refused(self._environment.generation, one_line(error), ErrorKind.MODEL))
+        self._conversation.await_end(self._settings.timeout_s)
+
+    def close(self, error: BaseException | None) -> None:
+        """The session ends, by `error` if there is one."""
+        if error is not None and _is_failure(error):
+            self._conversation.introduce()
+            self._conversation.report(Raised(one_line(error), kind_of(error)))
+        self._conversation.close()
+        live, self.live = self.live, None
+        if live is not None:
+            leave(live, error)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def safe_point(self) -> None:
+        """Between two steps: enter the generation that the last vote found every rank armed for."""
+        self._between_steps()
+        while self._is_held and self._course.step < self._course.num_steps:
+            self._hold()
+            self._between_steps()
+
+    def begin_step(self) -> None:
+        self._course.begin_step()
+        self._at(Position.STEP)
+
+    def vote(self, *, ok: bool) -> bool:
+        """Whether every rank says `ok`; the same vote finds the generation to enter next."""
+        live = self.live
+        assert live is not None
+        assert live.vote is not None
+        self._at(Position.VOTE)
+        result = live.vote.cast(Ballot(ok, self._conversation.armed()))
+        if result.armed:
+            self._pending = result.armed
+        else:
+            self._conversation.drop_withdrawn()
+        return result.ok
+
+    def end_step(self) -> None:
+        course = self._course
+        course.end_step()
+        self._at(Position.BETWEEN)
+        if self._entered is not None:
+            stop_ms = (course.ended - self._entered[0].start) * 1e3
+            self._conversation.report(FirstStep(self._in_force(), course.step - 1, stop_ms))
+            self._retire_previous()
+        self._report_progress()
+
+    def _between_steps(self) -> None:
+        assert self.live is not None
+        if self._pending:
+            generation, self._pending = self._pending, 0
+            reshard(self.live.state)
+            self._switch_to(self._conversation.take(generation))
+        self._conversation.at_safe_point(self.live.state)
+
+    def _hold(self) -> None:
+        """Too few nodes are left to train: stay here, and vote now and then for what may come instead of a step."""
+        if self._entered is not None:
+            _log.warning("too few nodes are left; step %d waits, and the state stays in memory", self._course.step)
+            self._retire_previous()
+        time.sleep(_HOLD_S)
+        self.vote(ok=True)
+        self._at(Position.BETWEEN)
+        self._course.stand_still()
+        self._report_progress()
+
+    # -- a change --------------------------------------------------------------------------------------------------
+
+    def _switch_to(self, prepared: PreparedGeneration) -> None:
+        self._at(Position.SWITCH)
+        outcome = switch(prepared, self.live, self._course.step, self._settings)
+        if not outcome.is_committed:
+            self._stay(prepared, outcome)
+            return
+        if self.live is not None:
+            outcome.start = self._course.ended
+        self._retirements.announce()
+        retired = Retired(self.live, prepared, outcome.last_sends)
+        self.live, self._course.step = prepared.next, outcome.step
+        self._is_held = prepared.generation.is_held
+        # Last: once the agent has heard this, it may ask for the next change.
+        self._report_switch(prepared, outcome)
+        if self.live is None:
+            raise SystemExit(0)
+        self._entered = outcome, retired
+        self._at(Position.BETWEEN)
+
+    def _stay(self, prepared: PreparedGeneration, outcome: Switch) -> None:
+        """The migration's vote failed: the previous generation goes on as if nothing had been."""
+        generation = prepared.generation.id
+        error = outcome.error or "the migration failed on another worker"
+        self._conversation.report(Refused(generation, error, outcome.kind))
+        if self.live is None:
+            raise SystemExit(0)
+        self._retirements.announce()
+        self._retirements.retire(Retired(None, prepared, outcome.last_sends, is_entered=False))
+        _log.error("generation %d was not entered; training goes on in generation %d", generation, self._in_force())
+
+    def _retire_previous(self) -> None:
+        """Free the generation before this one. Not before a step has ended: that one is measured, and the script's
+        variables refer to the old generation until then."""
+        assert self._entered is not None
+        (_, retired), self._entered = self._entered, None
+        self._retirements.retire(retired)
+
+    # -- what the agent is told ------------------------------------------------------------------------------------
+
+    def _in_force(self) -> int:
+        """The number of the generation in force, 0 before the first. Other threads ask, too."""
+        live = self.live
+        return live.id if live is not None else 0
+
+    def _at(self, phase: str) -> None:
+        self._whereabouts.enter(self._in_force(), self._course.step, phase)
+
+    def _report_progress(self) -> None:
+        course = self._course
+        if course.ended - self._last_progress < _PROGRESS_INTERVAL_S:
+            return
+        self._last_progress = course.ended
+        self._conversation.report(
+            Progress(self._in_force(), course.step, course.num_steps, course.ended - course.began)
+        )
+
+    def _report_switch(self, prepared: PreparedGeneration, outcome: Switch) -> None:
+        moved = outcome.report
+        assert moved is not None
+        self._conversation.report(
+            Switched(
+                prepared.generation.id, outcome.step, outcome.phases.ms,
+                moved.sent_bytes, moved.received_bytes, moved.referred_bytes,
+            )
+        )
+        if self._settings.trace_dir is not None:
+            write_switch_trace(self._settings.trace_dir, prepared, outcome)
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether a process that ends by `error` has failed, and was not only told to stop."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return isinstance(error, Exception)

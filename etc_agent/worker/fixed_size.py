@@ -1,0 +1,59 @@
+"""A job that no agent watches over: its size stays as it was started."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.course import Course
+from etc_agent.worker.live import LiveGeneration
+from etc_agent.worker.model import Build
+from etc_agent.worker.process.environment import WorkerEnvironment
+from etc_agent.worker.settings import Settings
+from etc_agent.worker.start import start_fresh
+from etc_agent.worker.world.swap import deactivate, install
+
+
+class FixedSize:
+    """One generation from the start to the end. `live`: it, while the session is open."""
+
+    def __init__(
+        self, environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings, course: Course
+    ) -> None:
+        self._environment = environment
+        self._config = config
+        self._script = script
+        self._settings = settings
+        self._course = course
+        self.live: LiveGeneration | None = None
+
+    def open(self) -> None:
+        install()
+        self.live, self._course.step = start_fresh(self._environment, self._config, self._script, self._settings)
+
+    def close(self, error: BaseException | None) -> None:
+        live, self.live = self.live, None
+        if live is not None:
+            leave(live, error)
+
+    def safe_point(self) -> None:
+        """Between two steps: nothing can change."""
+
+    def begin_step(self) -> None:
+        self._course.begin_step()
+
+    def vote(self, *, ok: bool) -> bool:
+        """Whether to apply the step. Each rank decides for itself, as in any script."""
+        return ok
+
+    def end_step(self) -> None:
+        self._course.end_step()
+
+
+def leave(live: LiveGeneration, error: BaseException | None) -> None:
+    """Leave the world of `live` at the end of the session, which `error` has ended, if any has."""
+    if error is None:
+        # A rank that goes first must not take the last step's messages with it.
+        dist.barrier()
+    live.world.close()
+    deactivate()
