@@ -211,7 +211,7 @@ class Job(Section):
     preemption: Annotated[PreemptionSection, BeforeValidator(_command_only)] | None = None
     forward_signals: list[Text] = []
     spares: Literal["warm", "cold"] = "warm"
-    alike_failures: Annotated[int, Field(ge=0)] = 3
+    alike_failures: Annotated[int, Field(ge=0)] = 0
     monitor_interval_s: Seconds | None = None
     timeouts: TimeoutsSection = TimeoutsSection()
     logs: LogsSection = LogsSection()

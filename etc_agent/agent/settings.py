@@ -134,7 +134,7 @@ class JobSettings:
     model: ModelFacts = field(default_factory=ModelFacts)
     global_batch: int | None = None
     max_restarts: int = 0
-    alike_failures: int = 3
+    alike_failures: int = 0
     warm_spares: bool = True
     preflight: UserCommand | None = None
     preemption: Preemption | None = None

@@ -203,10 +203,12 @@ def test_the_example_of_the_readme_changes_size(tmp_path: Path, cleanup: Cleanup
     job.assert_nothing_left()
 
 
-def test_a_script_that_cannot_start_is_not_started_for_ever(tmp_path: Path, cleanup: Cleanup) -> None:
+def test_a_script_that_cannot_start_is_given_up_early_where_that_is_asked_for(tmp_path: Path, cleanup: Cleanup) -> None:
     script = tmp_path / "broken.py"
     script.write_text("import a_module_that_is_not_there")
-    job = cleanup(standalone(tmp_path, script, slots=1, options=("--max-restarts", 100)))
+    (tmp_path / "job.yaml").write_text("alike_failures: 3")
+    options = ("--max-restarts", 100, "--config", tmp_path / "job.yaml")
+    job = cleanup(standalone(tmp_path, script, slots=1, options=options))
     assert job.wait() == 1
     assert "3 times alike before the first step" in job.our_lines()[-1]
     job.assert_nothing_left()
