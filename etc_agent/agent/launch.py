@@ -176,7 +176,8 @@ def _log_folder(settings: JobSettings) -> Path | None:
 def _log_to_stderr() -> None:
     """Our own lines, plainly; torch's loggers stay as torch has configured them."""
     logging.getLogger("etc_agent.rendezvous").setLevel(logging.WARNING)
-    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.numa.binding"):
+    elastic = "torch.distributed.elastic.multiprocessing"
+    for name in (f"{elastic}.api", f"{elastic}.errors", "torch.numa.binding"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # we say it once
     root = logging.getLogger("etc_agent")
     if not root.handlers:

@@ -30,6 +30,9 @@ while len(list(folder.glob("*.pids"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)
 if action == "end":
     sys.exit(0)
+if action == "cut" and rank == 1:
+    Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text('{"message": ')
+    sys.exit(7)
 if action == "fail" and rank == 1:
     raise ValueError("the cause")
 time.sleep(600)
@@ -37,15 +40,17 @@ time.sleep(600)
 
 
 class Job:
-    """One etc-run of SCRIPT under ``--run-path``, as a process group of its own."""
+    """One etc-run of SCRIPT, as a process group of its own. `method`: how its function is started under ``--run-path``,
+    None to run the script as such."""
 
-    def __init__(self, folder: Path, method: str, action: str, *options: str) -> None:
+    def __init__(self, folder: Path, method: str | None, action: str, *options: str) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         script = folder / "script.py"
         script.write_text(SCRIPT)
         self._stderr = folder / "stderr"
-        command = [sys.executable, "-m", "launcher.run", *options, "--run-path", "--start-method", method, str(script)]
+        how = () if method is None else ("--run-path", "--start-method", method)
+        command = [sys.executable, "-m", "launcher.run", *options, *how, str(script)]
         with self._stderr.open("w") as stderr:
             self.launcher = subprocess.Popen(
                 [*command, str(folder), action], stdout=stderr, stderr=stderr, start_new_session=True
@@ -96,7 +101,7 @@ def jobs() -> Iterator[list[Job]]:
             os.kill(pid, signal.SIGKILL)
 
 
-def alone(tmp_path: Path, jobs: list[Job], method: str, action: str, *options: str) -> Job:
+def alone(tmp_path: Path, jobs: list[Job], method: str | None, action: str, *options: str) -> Job:
     jobs.append(Job(tmp_path, method, action, "--standalone", "--nproc-per-node=2", *options))
     return jobs[-1]
 
@@ -118,6 +123,15 @@ def test_sigterm_ends_all(tmp_path: Path, jobs: list[Job], method: str) -> None:
     assert job.end() == 128 + signal.SIGTERM
     assert time.monotonic() - begin < 20, "before the 30 s after which SIGKILL comes"
     assert not job.left()
+
+
+@pytest.mark.parametrize("runs", ["function", "script"])
+def test_an_error_file_that_was_cut_short_does_not_end_the_agent(tmp_path: Path, jobs: list[Job], runs: str) -> None:
+    options = (f"--log-dir={tmp_path / 'logs'}",)
+    job = alone(tmp_path, jobs, "fork" if runs == "function" else None, "cut", *options)
+    assert job.end() == 7
+    assert "Traceback" not in job.said
+    assert len(list((tmp_path / "logs").rglob("error.json.unreadable"))) == 1
 
 
 def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, jobs: list[Job]) -> None:

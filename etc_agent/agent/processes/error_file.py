@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 from etc_agent.control.causes import kind_in_text
 from etc_agent.control.messages import Raised
+
+logger = logging.getLogger(__name__)
 
 
 def read(file: str) -> Raised | None:
@@ -22,3 +25,11 @@ def read(file: str) -> Raised | None:
     extra = details.get("extraInfo")
     callstack = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
     return Raised(lines[0], kind_in_text(callstack)) if lines else None
+
+
+def set_aside(file: str) -> None:
+    """Keep an error file that torch cannot read under another name, beside its place."""
+    path = Path(file)
+    if path.is_file():
+        kept = path.rename(path.with_name(f"{path.name}.unreadable"))
+        logger.warning("a worker's error file is not as torch writes it, and kept as %s", kept)

@@ -11,9 +11,10 @@ from string import Template
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, PContext
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from etc_agent.agent.processes.error_file import read
+from etc_agent.agent.processes.error_file import read, set_aside
 from etc_agent.agent.processes.logs import full_folder
 from etc_agent.agent.processes.programs import Program
 from etc_agent.agent.processes.tee import Tee, WithoutTee
@@ -96,7 +97,7 @@ class WorkerProcess:
         """The exit code once the process has ended (128 + signal where one ended it), else None. Never waits."""
         if self.exit_code is None:
             self._signal_if_due()
-            result = self._context.wait(timeout=0)
+            result = self._ended()
             if result is not None:
                 self.process_failure = failure = result.failures.get(0)
                 self.returned = result.return_values.get(0)
@@ -113,6 +114,15 @@ class WorkerProcess:
                         self._environment, self.pid, code, was_stopped=self.is_stopping, error=error
                     )
         return self.exit_code
+
+    def _ended(self) -> RunProcsResult | None:
+        try:
+            return self._context.wait(timeout=0)
+        except Exception:
+            # torch reads the error file of a worker that has failed, and raises where that is not whole: the worker was
+            # killed while it wrote it, the disk was full, or the script wrote something else to it.
+            set_aside(self._context.error_files[0])
+            return self._context.wait(timeout=0)
 
     def stop(self, grace_s: float, *, after_s: float = 0.0, number: int = signal.SIGTERM) -> None:
         """Have `poll` see to it that this process ends: signal `number` to its group in `after_s` (it may be about to
