@@ -234,6 +234,8 @@ def test_endpoints_are_normal_forms_of_what_was_typed(script: str) -> None:
     given = settings("--etcd-endpoints", "http://a:1, b ,[::1]:3", "--rdzv-id=x", script)
     assert given.etcd.endpoints == ("a:1", "b:2379", "[::1]:3")
     assert settings("--etcd-endpoints", "https://a", "--rdzv-id=x", script).etcd.endpoints == ("https://a:2379",)
+    private = "unix:///tmp/etc-run-x/etcd.sock:0"
+    assert settings("--etcd-endpoints", private, "--rdzv-id=x", script).etcd.endpoints == (private,)
 
 
 def test_the_password_comes_from_a_file_or_the_environment_and_is_never_shown(
