@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -84,3 +86,14 @@ def test_a_stream_that_never_came_does_not_hold_the_end_up(tmp_path: Path, monke
     follower = Tee(LogsDest(tee_stderrs={0: str(tmp_path / "none.log")}), "", (None, None))
     follower.close()
     assert not any(thread.is_alive() for thread in follower._threads)
+
+
+def test_a_worker_that_nobody_waited_for_does_not_hold_up_the_end_of_the_agent(tmp_path: Path) -> None:
+    (tmp_path / "stdout.log").write_text("the last words\n")
+    script = (
+        "import sys; from torch.distributed.elastic.multiprocessing import LogsDest; "
+        "from etc_agent.agent.processes.tee import Tee; "
+        f"Tee(LogsDest(tee_stdouts={{0: {str(tmp_path / 'stdout.log')!r}}}), '', (None, None)); sys.exit(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (3, "the last words\n")

@@ -74,14 +74,15 @@ class Tee:
 
 
 def lines(log: BinaryIO, has_ended: threading.Event, at_end: Callable[[], None]) -> Iterator[str]:
-    """Every line of a file that grows, each with the newline at its end, until `has_ended` and all has been read.
-    `at_end` is called whenever there is nothing more for now."""
+    """Every line of a file that grows, each with the newline at its end, until all has been read after `has_ended` or
+    after the end of the program's main thread, which must not be held up. `at_end` is called whenever there is nothing
+    more for now."""
     # A carriage return ends a line, too: progress bars write nothing else.
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     pending: list[str] = []
     length = 0
     while True:
-        is_last = has_ended.is_set()
+        is_last = has_ended.is_set() or not threading.main_thread().is_alive()
         chunk = log.read(_CHUNK_BYTES)
         if not chunk:
             if is_last:
