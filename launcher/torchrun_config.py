@@ -55,7 +55,8 @@ def launch_config(args: argparse.Namespace, source: Callable[[str], str]) -> Com
         raise EtcError(" ".join(str(error).split())) from None
     except OSError as error:
         where = source("log_dir") if args.log_dir else "TMPDIR"
-        raise EtcError(f"{where}: no folder for logs can be made: {error.filename}: {error.strerror}") from None
+        why = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        raise EtcError(f"{where}: no folder for logs can be made: {why}; name one that can be written") from None
     assert config.logs_specs is not None
     set_streams(config.logs_specs, streams["redirects"], streams["tee"])
     return config, entrypoint, entrypoint_args

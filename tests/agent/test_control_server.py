@@ -18,28 +18,23 @@ from etc_agent.control.messages import Hello, Message
 from etc_agent.places import socket_folder
 from tests.users import as_root, error_of_another_user
 
-SPEAK = """
-channel = Channel.connect(sys.argv[1])
-channel.send(Hello(local_rank=0, generation=1, pid=os.getpid(), in_session=False))
-print("closed" if channel.receive() is None else "spoken to")
-"""
-CHILD = f"""
+CHILD = """
 import os, sys
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import Hello
-{SPEAK}"""
-# In a session of its own, left behind by who started it: another process is its parent now.
-STRANGER = f"""
-import os, sys, time
-from etc_agent.control.channel import Channel
-from etc_agent.control.messages import Hello
-first = os.getpid()
-if os.fork():
-    os._exit(0)
-while os.getppid() == first:
-    time.sleep(0.01)
-os.setsid()
-{SPEAK}"""
+channel = Channel.connect(sys.argv[1])
+channel.send(Hello(local_rank=0, generation=1, pid=os.getpid(), in_session=False))
+channel.receive()
+"""
+AGENT = """
+import logging, sys
+from pathlib import Path
+from etc_agent.agent.control_server import ControlServer
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+server = ControlServer(Path(sys.argv[1]), lambda hello, channel, message: print("heard", message, flush=True))
+print("ready", flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -65,14 +60,22 @@ def test_a_process_that_this_one_started_is_heard(server: ControlServer, heard: 
         server.close()
 
 
-def test_a_process_that_nobody_of_this_job_started_is_not(
-    server: ControlServer, heard: Queue[Message | None], caplog: pytest.LogCaptureFixture
-) -> None:
-    command = [sys.executable, "-c", STRANGER, str(server.path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    assert ended.stdout == "closed\n"
-    assert heard.empty()
-    assert "turned away from the control socket: it is no worker of this job" in caplog.text
+def test_a_process_of_the_same_user_that_nobody_of_this_job_started_is_not() -> None:
+    folder = socket_folder("etc-run-test-")
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "ready\n"
+        channel = Channel.connect(str(folder / "control.sock"))  # this very process started the agent, not the reverse
+        assert channel.receive() is None
+        channel.close()
+        agent.stdin.close()
+        (said,) = agent.stdout.read().splitlines()
+    assert said.startswith(f"process {os.getpid()} was turned away from the control socket: it is no worker of this")
+    (folder / "control.sock").unlink()
+    folder.rmdir()
 
 
 @as_root

@@ -285,6 +285,7 @@ def test_rdzv_conf_of_the_torchrun_backend_means_the_same_here(script: str, tmp_
         (["--standalone", "--event-log-handler=consol"], "'consol' is not a registered event handler; known: console"),
         (["--standalone", "--rdzv-conf=join_timeot=3"], "unknown key join_timeot; did you mean join_timeout?"),
         (["--standalone", "--rdzv-conf=colour=red"], "--rdzv-conf: unknown key colour; known: ca_cert"),
+        (["--standalone", "--log-dir=/proc/logs"], "--log-dir: no folder for logs can be made: /proc/logs: No"),
         (["--standalone", "--logs-specs=none"], "Could not find entrypoint under 'torchrun.logs_specs[none]'"),
     ],
 )
