@@ -30,7 +30,7 @@ import etc_agent as etc
 from etc_agent.integrations.native import shards_of
 from etc_agent.migration.keep import KeepingMigration
 from etc_agent.worker.change.errors import SwitchError
-from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.shard_files import write_shards
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.world.swap import World

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import one_line
 from etc_agent.worker.change.phases import Phases
-from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.vote import Ballot, minimum
 

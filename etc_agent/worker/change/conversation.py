@@ -34,7 +34,7 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.worker.change.change import Change, Order
-from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.model import Build, describe
 from etc_agent.worker.process.position import Whereabouts, dump_stacks

@@ -15,7 +15,7 @@ from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.conversation import Conversation
 from etc_agent.worker.change.holdings import reshard
-from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retired, Retirements, spare_the_collector
 from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
 from etc_agent.worker.course import Course

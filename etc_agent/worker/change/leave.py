@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from etc_agent.errors import one_line
-from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.prepared import PreparedGeneration
 
 _log = logging.getLogger(__name__)
 

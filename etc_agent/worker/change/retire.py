@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from etc_agent.errors import one_line
 from etc_agent.torch_private.imports import import_compiler
-from etc_agent.worker.change.prepare import PreparedGeneration, one_line
+from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.live import LiveGeneration
 
 _log = logging.getLogger(__name__)

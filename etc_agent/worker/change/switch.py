@@ -36,7 +36,7 @@ from etc_agent.worker.change.holdings import Holdings
 from etc_agent.worker.change.host_values import NO_VALUES, HostValues
 from etc_agent.worker.change.leave import tell_leavers, wait_for_all
 from etc_agent.worker.change.phases import Phases
-from etc_agent.worker.change.prepare import PreparedGeneration
+from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.rng import start_stream
 from etc_agent.worker.change.shard_files import write_shards
 from etc_agent.worker.live import LiveGeneration

@@ -1,0 +1,103 @@
+"""The process groups of a change: one over all its workers, and those of the next generation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from etc_agent.parallel.generation import Generation
+from etc_agent.worker.change.crew import Crew
+from etc_agent.worker.settings import Settings
+from etc_agent.worker.vote import Vote
+from etc_agent.worker.world.build import build
+from etc_agent.worker.world.connections import Connections, StoreConnection
+from etc_agent.worker.world.stores import connect_store, meet, raw_group
+from etc_agent.worker.world.swap import World
+
+
+@dataclass(slots=True, eq=False)
+class Groups:
+    """`all_workers`: of both generations, rank = number in the crew. `world`, `vote`: of the next generation, None on a
+    worker that leaves."""
+
+    all_workers: dist.ProcessGroup
+    world: World | None
+    vote: Vote | None
+
+    def close(self) -> None:
+        if self.world is not None:
+            self.world.close()
+
+
+class GroupMaker:
+    """Makes a change's groups over a client of the store that is the change's own, and notes all their connections.
+
+    Args:
+        check: called now and then while workers are waited for; what it raises ends the wait.
+    """
+
+    def __init__(
+        self, generation: Generation, crew: Crew, settings: Settings,
+        connections: Connections, store_connection: StoreConnection, check: Callable[[], None],
+    ) -> None:
+        self._generation = generation
+        self._crew = crew
+        self._settings = settings
+        self._connections = connections
+        self._store_connection = store_connection
+        self._check = check
+
+    def make(self) -> Groups:
+        """Collective over the crew. No group is begun before all workers are there, so none waits long for another.
+
+        Raises:
+            PeerLostError: the store does not answer, or a worker did not come in time; the message says which.
+            RuntimeError: a worker was lost.
+        """
+        store = self._store()
+        self._meet(store, "arrived", "")
+        groups = Groups(self._all_workers(dist.PrefixStore("migration", store)), None, None)
+        try:
+            if self._crew.new_rank is not None:
+                groups.world = self._world(dist.PrefixStore("world", store), self._crew.new_rank)
+                groups.vote = self._vote(dist.PrefixStore("vote", store), self._crew.new_rank)
+            self._exchange_ports(store)
+        except BaseException:
+            groups.close()
+            raise
+        return groups
+
+    def _store(self) -> dist.Store:
+        address = self._generation.store
+        client = self._store_connection.record(
+            lambda: connect_store(address, self._settings.timeout_s), int(address.rpartition(":")[2])
+        )
+        return dist.PrefixStore(f"gen{self._generation.id}", client)
+
+    def _meet(self, store: dist.Store, name: str, value: str) -> list[bytes]:
+        crew, timeout_s = self._crew, self._settings.switch_timeout_s
+        meetings = dist.PrefixStore("meetings", store)
+        return meet(meetings, name, crew.worker, crew.num_workers, value, timeout_s, self._check)
+
+    def _all_workers(self, store: dist.Store) -> dist.ProcessGroup:
+        crew, timeout_s = self._crew, self._settings.switch_timeout_s
+        return self._connections.record(lambda: raw_group(store, crew.worker, crew.num_workers, timeout_s), lambda _: 1)
+
+    def _world(self, store: dist.Store, rank: int) -> World:
+        generation, settings = self._generation, self._settings
+        return self._connections.record(
+            lambda: build(store, rank, generation.config, generation.id, settings.device, settings.timeout_s),
+            lambda world: len(world.groups),
+        )
+
+    def _vote(self, store: dist.Store, rank: int) -> Vote:
+        size, timeout_s = self._generation.config.num_ranks, self._settings.timeout_s
+        return self._connections.record(lambda: Vote(store, rank, size, timeout_s), lambda _: 1)
+
+    def _exchange_ports(self, store: dist.Store) -> None:
+        """Tell each other where the groups listen, so that each can cut its connections to the others."""
+        rows = self._meet(store, "ports", json.dumps(self._connections.listening))
+        self._connections.learn((address, port) for row in rows for address, port in json.loads(row))

@@ -1,0 +1,53 @@
+"""What a preparation leaves for the switch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from etc_agent.migration.modes import Choice
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
+from etc_agent.planner.plan import MigrationPlan
+from etc_agent.state.layout import Shard
+from etc_agent.worker.change.crew import Crew
+from etc_agent.worker.change.holdings import Holdings
+from etc_agent.worker.change.mode import Mode
+from etc_agent.worker.live import LiveGeneration
+
+
+@dataclass(slots=True, eq=False)
+class PreparedGeneration:
+    """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried. In
+    `release` mode the model in `next` is on the meta device until its tensors have come.
+
+    `holdings`: what this worker held when it was prepared, None where it joins. `has_values`: whether the optimizer of
+    any worker keeps Python values for some parameters. `moved_bytes`: between all workers.
+    """
+
+    generation: Generation
+    previous: Generation
+    slot: Slot
+    crew: Crew
+    group: dist.ProcessGroup
+    plan: MigrationPlan
+    moved_bytes: int
+    choice: Choice
+    mode: Mode
+    next: LiveGeneration | None
+    holdings: Holdings | None
+    has_values: bool
+    old_stream: tuple[Shard, torch.Tensor] | None
+    new_stream: Shard | None
+    phases_ms: dict[str, float] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Drop it all, connections included; the other workers' next operation on them fails."""
+        if self.next is not None:
+            self.next.world.close()
+        self.next = None
+        self.holdings = None
+        self.mode.close()
+        self.group = None  # type: ignore[assignment]
