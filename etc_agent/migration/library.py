@@ -22,6 +22,7 @@ from etc_agent.migration.transport.wire import Wire
 from etc_agent.planner.migration import make_plan
 from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Manifest, Shard
+from etc_agent.torch_private.backends import backend_of
 
 
 def migrate(
@@ -151,9 +152,9 @@ def _backend_of(group: Any, device: torch.device) -> Any:
     if not isinstance(group, dist.ProcessGroup):
         return group
     try:
-        return group._get_backend(device)
+        return backend_of(group, device)
     except RuntimeError:
-        return group._get_backend(torch.device("cpu"))
+        return backend_of(group, torch.device("cpu"))
 
 
 def _empty(shard: Shard, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,7 @@ Every module lists what it uses as `NAMES`, dotted paths from ``torch`` on. ``te
 * each module lists exactly the private names that it uses;
 * each listed name exists in the PyTorch that is installed.
 
-Tested with 2.13; the names exist in 2.11 and 2.12 as well.
+Written for and tested with 2.13. ``setup.cfg`` admits 2.11 and 2.12 too; the tests have not been run with those.
 
 To use another private name: add it to the module of its part of PyTorch (or a new one), wrap it in a function with
 a plain name, and list it in that module's `NAMES`. Modules here import PyTorch and nothing of this project.

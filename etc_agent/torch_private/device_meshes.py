@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-NAMES = ("torch.distributed.device_mesh.DeviceMesh._get_root_mesh",)
+NAMES = (
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    "torch.distributed.device_mesh.DeviceMesh._pg_registry",
+)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

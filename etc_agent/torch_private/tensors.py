@@ -27,7 +27,12 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that two tensors share as long as both are alive and have one storage; also where it is empty."""
-    return tensor.untyped_storage()._cdata
+    return number_of(tensor.untyped_storage())
+
+
+def number_of(storage: torch.UntypedStorage) -> int:
+    """A number that no other storage has as long as this one is alive."""
+    return storage._cdata
 
 
 def num_writes(tensor: torch.Tensor) -> int:

@@ -7,6 +7,8 @@ from math import prod
 
 import torch
 
+from etc_agent.torch_private.tensors import copy_each
+
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """A dtype of each item size that every backend copies. The 16-byte one serves complex128 alone."""
 
@@ -34,7 +36,7 @@ def bits_at(buffer: torch.Tensor, start_bytes: int, shape: tuple[int, ...], item
 def copy_bits(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source onto the target at its place, both as bits. One launch per group of like tensors on GPUs."""
     if targets:
-        torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+        copy_each(targets, sources)
 
 
 def finish_copies(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from etc_agent.migration.memory.pages import Range, can_map, discard, mapped_ranges, move_pages
+from etc_agent.torch_private.tensors import number_of
 
 _SMALLEST_MOVE_BYTES = 64 << 10
 """A system call and a range of addresses of its own for the kernel to keep: not for less than this."""
@@ -59,7 +60,7 @@ class SparePages:
         while last - at >= _SMALLEST_MOVE_BYTES and (moved := _move(at, to + at - start, last - at)):
             at += moved
         if at > first:
-            self._carried[storage._cdata].append((first, at))
+            self._carried[number_of(storage)].append((first, at))
         return first - start, at - first
 
     def offer(self, tensor: torch.Tensor, wanted_bytes: int) -> int:
@@ -76,7 +77,7 @@ class SparePages:
         if tensor.device.type != "cpu" or tensor.is_pinned():
             storage.resize_(0)
             return size
-        carried = sorted(self._carried.pop(storage._cdata, ()))
+        carried = sorted(self._carried.pop(number_of(storage), ()))
         ranges = _between(_whole_pages(start, size), carried)
         left = [(first, last) for first, last in ranges if last - first >= _SMALLEST_MOVE_BYTES]
         left_bytes = sum(last - first for first, last in left)

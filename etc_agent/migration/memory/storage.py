@@ -23,6 +23,7 @@ from etc_agent.migration.memory.recycling import SparePages
 from etc_agent.migration.report import MemoryPoint
 from etc_agent.planner.plan import Refer
 from etc_agent.state.layout import Shard
+from etc_agent.torch_private.tensors import storage_key
 
 
 class OnDemand:
@@ -52,7 +53,7 @@ class OnDemand:
         self._device = device
         self._members: dict[int, set[Shard]] = defaultdict(set)
         for shard, tensor in sources.items():
-            self._members[_storage_key(tensor)].add(shard)
+            self._members[storage_key(tensor)].add(shard)
         self._pinned = {key for key, shards in self._members.items() if not self._may_empty(shards)}
         self.old_bytes = sum(
             self.sources[next(iter(shards))].untyped_storage().nbytes() for shards in self._members.values()
@@ -67,7 +68,7 @@ class OnDemand:
             if refer.is_whole:
                 shard = Shard(refer.tensor, refer.box)
                 self.targets[shard] = self.sources[shard]
-                self._pinned.add(_storage_key(self.sources[shard]))
+                self._pinned.add(storage_key(self.sources[shard]))
 
     def freed_bytes(self, lifetimes: Lifetimes) -> dict[Shard, int]:
         """What the close of each old shard will give back: a shared storage goes with the last of its shards."""
@@ -75,7 +76,7 @@ class OnDemand:
         freed = {}
         for step in (*lifetimes.local, *lifetimes.rounds):
             for shard in step.closes:
-                key = _storage_key(self.sources[shard])
+                key = storage_key(self.sources[shard])
                 left[key].discard(shard)
                 if not left[key] and key not in self._pinned:
                     freed[shard] = self.sources[shard].untyped_storage().nbytes()
@@ -161,7 +162,7 @@ class OnDemand:
         """The step's copies and messages are done: take the memory of old shards away."""
         for shard in step.closes:
             tensor = self.sources.pop(shard)
-            key = _storage_key(tensor)
+            key = storage_key(tensor)
             self._members[key].discard(shard)
             if not self._members[key] and key not in self._pinned:
                 self.held_bytes -= self._spare.offer(tensor, self._to_come_bytes)
@@ -174,7 +175,7 @@ class OnDemand:
 
     def _carry(self, refer: Refer) -> Carry | None:
         source = self.sources[Shard(refer.tensor, refer.source_box)]
-        key = _storage_key(source)
+        key = storage_key(source)
         # What others see in the same storage would lose its bytes too.
         is_alone = len(self._members[key]) == 1 and key not in self._pinned
         return carry_of(refer, source) if is_alone and self._spare.can_move(source.untyped_storage()) else None
@@ -245,7 +246,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def _page_of(address: int) -> int:
     return address // mmap.PAGESIZE * mmap.PAGESIZE
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

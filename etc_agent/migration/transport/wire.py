@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from etc_agent.migration.transport.bells import Bells, Rung
+from etc_agent.torch_private.backends import one_launch
 
 _FIRST_TAG = 1 << 30
 """The group may be a script's own, and a session uses it too: their messages have tags below this."""
@@ -120,12 +121,13 @@ class Wire:
         no tags; within a pair the order posted counts, the same on both ends since both come from the plan."""
         if not receives and not sends:
             return [], []
-        self._group._start_coalescing()
-        for peer, tag, buffer in receives:
-            self._group.recv([buffer], peer, tag)
-        for peer, tag, buffer in sends:
-            self._group.send([buffer], peer, tag)
-        work = self._group._end_coalescing()
+        works: list[Work] = []
+        with one_launch(self._group, works):
+            for peer, tag, buffer in receives:
+                self._group.recv([buffer], peer, tag)
+            for peer, tag, buffer in sends:
+                self._group.send([buffer], peer, tag)
+        (work,) = works
         return [work] * len(receives), [work] * len(sends)
 
     def all_gather(self, row: torch.Tensor, timeout: datetime.timedelta) -> list[torch.Tensor]:

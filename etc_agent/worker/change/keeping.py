@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import Alias, aliases_of, local_tensor, view_of_owner
@@ -17,6 +18,7 @@ from etc_agent.migration.memory.binding import same_memory
 from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Manifest, Shard
+from etc_agent.torch_private.dtensors import local_part
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.world.swap import entered
 
@@ -159,5 +161,5 @@ class Keeping:
 
 def _put(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     """Put a tensor, or the local one of a DTensor, over the memory of a plain one."""
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
     local.data = memory
