@@ -101,3 +101,8 @@ def test_importing_torch_runs_nothing_of_ours(installed: Installed) -> None:
         assert installed("python", "-c", show) == "[]\n"
     finally:
         (installed.site / "away").rename(moved)
+
+
+def test_plain_torchrun_loads_nothing_of_ours_but_the_name_of_the_backend(installed: Installed) -> None:
+    show = "import sys, torch.distributed.run; print([n for n in sys.modules if n.startswith(('etc_', 'grpc'))])"
+    assert installed("python", "-c", show) == "['etc_agent', 'etc_agent.rendezvous', 'etc_agent.rendezvous.handler']\n"
