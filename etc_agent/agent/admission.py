@@ -10,11 +10,14 @@ import json
 import logging
 import time
 import uuid
+from contextlib import ExitStack
 from typing import Any
 
+from etc_agent.agent.safety.survivors import Survivors
 from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
-from etc_agent.reconfig.records import Current, Outcome
+from etc_agent.reconfig.fencing import Fencing
+from etc_agent.reconfig.records import Ack, Current, Outcome
 from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.errors import AmbiguousError
 from etc_agent.rendezvous.keys import JobKeys
@@ -28,8 +31,8 @@ _LOOK_AGAIN_S = 0.2
 def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
     """Enter the run: as its first agent, as one more of a running job, or in place of one that is over.
 
-    A run that did not end and has no node may be dead; it may also have just begun, or etcd may have been away for
-    longer than the leases. Its nodes are given one lease time to show up.
+    A run that did not end and has no node may be dead; it may also have just begun, or its agents may have lost etcd
+    for longer than their leases. They are given time to show up, and it is replaced only when its workers are gone.
 
     Returns the job's incarnation, which tells this run of the job from any later one.
 
@@ -37,25 +40,33 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
         EtcError: the job that runs under this run id has other rules.
     """
     rules = job_rules(settings)
-    begin, is_waiting = time.monotonic(), False
-    while True:
-        entries, _ = client.get_prefix(keys.root)
-        found = {entry.key: entry for entry in entries}
-        job = found.get(keys.job)
-        if job is not None and _is_alive(found, keys):
-            running = job.json()
-            _check_same(running, rules, settings.run_id)
-            return str(running["incarnation"])
-        patience_s = begin + settings.timeouts.lease_s - time.monotonic()
-        if job is not None and not _has_ended(found, keys) and patience_s > 0:
-            if not is_waiting:
-                is_waiting = True
-                logger.info("run id %r has a job without nodes; they are given %.0f s", keys.run_id, patience_s)
-            time.sleep(_LOOK_AGAIN_S)
-            continue
-        incarnation = uuid.uuid4().hex
-        if _begin(client, keys, found, {**rules, "incarnation": incarnation}):
-            return incarnation
+    with ExitStack() as stack:
+        survivors: Survivors | None = None
+        while True:
+            entries, _ = client.get_prefix(keys.root)
+            found = {entry.key: entry for entry in entries}
+            job = found.get(keys.job)
+            if job is not None and _is_alive(found, keys):
+                running = job.json()
+                _check_same(running, rules, settings.run_id)
+                return str(running["incarnation"])
+            if job is not None and not _has_ended(found, keys):
+                if survivors is None:
+                    fencing = Fencing(settings.timeouts.lease_s)
+                    survivors = stack.enter_context(Survivors(str(job.json()["incarnation"]), fencing))
+                    wait_s = survivors.gone_in_s
+                    logger.info("run id %r has a job without nodes; they are given %.0f s", keys.run_id, wait_s)
+                survivors.ask(_acks(found, keys))
+                if survivors.gone_in_s > 0:
+                    time.sleep(_LOOK_AGAIN_S)
+                    continue
+            incarnation = uuid.uuid4().hex
+            if _begin(client, keys, found, {**rules, "incarnation": incarnation}):
+                return incarnation
+
+
+def _acks(found: dict[str, KeyValue], keys: JobKeys) -> list[Ack]:
+    return [Ack.from_json(entry.json()) for key, entry in found.items() if key.startswith(keys.acks_prefix)]
 
 
 def job_rules(settings: JobSettings) -> dict[str, Any]:

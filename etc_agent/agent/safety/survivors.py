@@ -1,0 +1,50 @@
+"""Whether a run that etcd shows no nodes of has workers somewhere all the same: its agents may only have lost etcd."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from etc_agent.agent.safety.reach import Reach
+from etc_agent.agent.safety.words import Speaker
+from etc_agent.reconfig.fencing import NEVER, Fencing, Word
+from etc_agent.reconfig.records import Ack
+
+
+class Survivors:
+    """Asks the agents of the run `incarnation`, for as long as it is used with `with`. They learn in turn that etcd is
+    there, and stop their workers."""
+
+    def __init__(self, incarnation: str, fencing: Fencing) -> None:
+        self._began = time.monotonic()
+        self._alive_at = NEVER
+        self._fencing = fencing
+        self._reach = Reach(
+            Speaker(incarnation, f"newcomer-{uuid.uuid4().hex}"), self._own_word, self._heard,
+            every_s=fencing.ttl_s / 16, timeout_s=fencing.ttl_s / 8,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._reach.close()
+
+    def ask(self, acks: Iterable[Ack]) -> None:
+        """Ask the nodes that wrote these from now on."""
+        self._reach.want({ack.contact: ack.contact for ack in acks if ack.contact}, {})
+
+    @property
+    def gone_in_s(self) -> float:
+        """After how many seconds the workers of that run are gone for certain, if no agent says otherwise."""
+        return max(self._began, self._alive_at) + self._fencing.trust_s - time.monotonic()
+
+    def _own_word(self) -> Word:
+        return Word(time.monotonic(), time.monotonic() - self._began)
+
+    def _heard(self, node: str, word: Word) -> None:
+        if word.has_workers:
+            self._alive_at = time.monotonic()
