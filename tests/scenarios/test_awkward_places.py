@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import TINY_JOB, EtcRun, etcd_of, standalone, wait_for_more_steps, wait_for_step, wait_for_workers
+from running import TINY_JOB, Etcd, EtcRun, etcd_of, standalone, wait_for_more_steps, wait_for_step, wait_for_workers
 
+from etc_agent.rendezvous.addresses import listen_at
+from etc_agent.rendezvous.listen import OnPort
 from etc_agent.rendezvous.server import EtcdServer
+from tests.users import as_root, error_of_another_user
 
 Cleanup = Callable[[EtcRun], EtcRun]
 
@@ -22,6 +30,13 @@ print("rank", dist.get_rank(), flush=True)
 dist.destroy_process_group()
 """
 CHATTER = "while True: print('x' * 10000, flush=True)"
+
+
+def has_ipv6() -> bool:
+    listener = listen_at("::1")
+    if listener is not None:
+        listener.close()
+    return listener is not None
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -84,19 +99,55 @@ def test_a_low_limit_of_open_files_that_may_be_raised_is_raised(tmp_path: Path, 
     assert job.wait() == 0
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback address")
 def test_a_job_changes_size_at_an_ipv6_address(tmp_path: Path, cleanup: Cleanup) -> None:
-    options = ("--local-addr", "::1", "--parallel", "PP1TP1DP1")
-    job = cleanup(standalone(tmp_path, TINY_JOB, tmp_path, 100_000, 0.05, "{}", slots=2, options=options))
+    with EtcdServer(listen=OnPort("::1")) as server:
+        job = cleanup(
+            EtcRun(
+                "--etcd-endpoints", server.endpoint, "--local-addr", "::1", "--rdzv-id", "job", "--nproc-per-node", 2,
+                "--parallel", "PP1TP1DP1", TINY_JOB, tmp_path, 100_000, 0.05, "{}", cwd=tmp_path,
+            )
+        )
+        etcd = Etcd(server.endpoint, "job")
+        wait_for_step(tmp_path, 2)
+        etcd.scale("2")
+        etcd.reply_to("2", "done")
+        wait_for_workers(tmp_path, 2)
+        wait_for_more_steps(tmp_path, 3)
+        assert etcd.get("nodes/0::1")["address"] == "::1"
+        job.send(signal.SIGTERM)
+        assert job.wait() == 143
+    job.assert_nothing_left()
+
+
+@as_root
+def test_another_user_reaches_neither_the_private_etcd_nor_the_agent_nor_the_logs(
+    tmp_path: Path, cleanup: Cleanup
+) -> None:
+    logs = Path(tempfile.mkdtemp(dir="/tmp"))
+    logs.chmod(0o755)
+    options = ("-r", "3", "--log-dir", logs)
+    job = cleanup(standalone(tmp_path, TINY_JOB, tmp_path, 100_000, 0.05, "{}", slots=1, options=options))
     etcd = etcd_of(job)
     wait_for_step(tmp_path, 2)
-    etcd.scale("2")
-    etcd.reply_to("2", "done")
-    wait_for_workers(tmp_path, 2)
-    wait_for_more_steps(tmp_path, 3)
-    assert etcd.get("nodes/0::1")["address"] == "::1"
+    sockets = Path(etcd.endpoint.removeprefix("unix://")).parent
+    assert {path.name for path in sockets.iterdir()} >= {"control.sock", "etcd.sock:0"}
+
+    def connect(path: Path) -> None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+
+    for path in sockets.iterdir():
+        if path.is_socket():
+            connect(path)
+            assert error_of_another_user(lambda path=path: connect(path)) == errno.EACCES, path  # type: ignore[misc]
+    assert list((logs / "job").rglob("stdout.log"))
+    assert error_of_another_user(lambda: os.listdir(logs / "job")) == errno.EACCES
     job.send(signal.SIGTERM)
     assert job.wait() == 143
     job.assert_nothing_left()
+    assert not sockets.exists()
+    shutil.rmtree(logs)
 
 
 def test_nodes_whose_own_name_does_not_resolve_find_each_other(
