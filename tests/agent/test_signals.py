@@ -150,7 +150,7 @@ COUNTING = "signal.signal(signal.SIGTERM, lambda *_: open({0!r}, 'a').write('x')
 
 
 @pytest.mark.parametrize("case", ["the node leaves", "the agent stops it", "nobody else was signalled"])
-def test_what_a_session_leaves_to_the_agent_is_sent_again_unless_the_node_leaves(
+def test_what_a_session_leaves_to_the_agent_ends_the_worker_unless_the_node_leaves(
     workers: LocalWorkers, tmp_path: Path, case: str
 ) -> None:
     taken = tmp_path / "taken"
@@ -161,7 +161,9 @@ def test_what_a_session_leaves_to_the_agent_is_sent_again_unless_the_node_leaves
         wait_until(lambda: taken.read_text() == "x", "the agent's signal")
     workers.receive(Hello(0, process.pid, 1), cast(Channel, None), Signalled(signal.SIGTERM))
     if case == "the agent stops it":
-        wait_until(lambda: workers.heed_signals(is_leaving=True) or taken.read_text() == "xx", "the signal again")
+        assert not workers.heed_signals(is_leaving=True)
+        until_gone(workers, process)
+        assert workers.views()[0].failure is None
     elif case == "nobody else was signalled":
         wait_until(lambda: workers.heed_signals(is_leaving=False) or taken.read_text() == "x", "the signal")
     else:

@@ -156,13 +156,17 @@ class LocalWorkers:
         """See to the signals to leave that workers have got and we have not sent: a scheduler signals all processes of
         a job at once. `is_leaving`: whether this node was told to leave. Whether its workers are lost by that.
 
-        What a session has left to us is answered by the leave, or by sending it again, which ends the worker.
+        What a session has left to us is answered by the leave, or by ending the worker: at once where it was our own
+        way of stopping it, else by the signal once more.
         """
         now, has_fallen = time.monotonic(), False
         for worker in self._workers.values():
             if worker.left_to_us is not None:
                 number, at = worker.left_to_us
-                if worker.process.is_stopping or (not is_leaving and now - at > _FOR_ALL_S):
+                if worker.process.was_asked:
+                    worker.left_to_us = None
+                    worker.process.kill_group()
+                elif not is_leaving and now - at > _FOR_ALL_S:
                     worker.left_to_us = None
                     worker.process.send_signal(number)
             if is_leaving and now - worker.fell_at < _FOR_ALL_S:

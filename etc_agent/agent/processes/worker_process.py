@@ -149,6 +149,11 @@ class WorkerProcess:
     def is_stopping(self) -> bool:
         return self._term_at is not None
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether the signal to end has been sent to it."""
+        return self._is_asked
+
     def _signal_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._kill_at:

@@ -24,6 +24,7 @@ from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.process.position import Whereabouts, dump_stacks_on_signal
+from etc_agent.worker.process.signals import LeftToAgent
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.start import start_fresh
 from etc_agent.worker.vote import Ballot
@@ -62,6 +63,7 @@ class Elastic:
             channel, environment.slot, environment.generation, script, settings, self._in_force, self._whereabouts,
             self._retirements,
         )
+        self._signals: LeftToAgent | None = None
         self.live: LiveGeneration | None = None
         self._pending = 0
         self._is_held = False
@@ -77,12 +79,14 @@ class Elastic:
         spare_the_collector()
         if self._environment.is_joining:
             self._conversation.start()
+            self._signals = LeftToAgent(self._conversation.report)
             self._switch_to(self._conversation.await_armed(self._settings.timeout_s))
             self._conversation.entered()
         else:
             self._start_fresh()
             self._at(Position.BETWEEN)
             self._conversation.start(self._course.step)
+            self._signals = LeftToAgent(self._conversation.report)
 
     def _start_fresh(self) -> None:
         environment = self._environment
@@ -102,6 +106,8 @@ class Elastic:
 
     def close(self, error: BaseException | None) -> None:
         """The session ends, by `error` if there is one."""
+        if self._signals is not None:
+            self._signals.close()
         if error is not None and _is_failure(error):
             self._conversation.introduce()
             self._conversation.report(Raised(one_line(error), kind_of(error)))
