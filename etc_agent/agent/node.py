@@ -100,7 +100,7 @@ class NodeAgent:
         self._acks: dict[int, Ack] = {}
         self._acknowledgements, self._publications = Attempts(), Attempts()
         self._leaving = Leaving()
-        self._idle_since = time.monotonic()
+        self._alone_since = time.monotonic()
         self._is_stopping = False
         self._reported = 0
         self._workers_reported = -1
@@ -359,8 +359,9 @@ class NodeAgent:
         )
 
     def _ended(self, records: JobRecords) -> int | None:
+        if self._workers.are_running or self._mirror.is_connected:
+            self._alone_since = time.monotonic()
         if self._workers.are_running:
-            self._idle_since = time.monotonic()
             return None
         signals, has_finished = self._leaving.signals, self._has_finished(records)
         if self._is_stopping:
@@ -383,13 +384,13 @@ class NodeAgent:
 
     def _ended_without_etcd(self, *, has_finished: bool) -> int | None:
         """How this node ends where it has no workers, and nobody can tell it how the job has ended."""
-        timeouts, silent_s = self._settings.timeouts, time.monotonic() - self._mirror.last_heard_monotonic
-        waited_s = min(silent_s, time.monotonic() - self._idle_since)
+        timeouts, waited_s = self._settings.timeouts, time.monotonic() - self._alone_since
         if has_finished and (waited_s >= timeouts.end_s or self._leaving.is_told):
-            logger.warning("every worker of this node has finished, and etcd has not answered for %.0f s", silent_s)
+            what = "every worker of this node has finished; etcd has not answered for %.0f s since (timeouts.end_s)"
+            logger.warning(what, waited_s)
             return 0
         if not has_finished and waited_s >= timeouts.join_s:
-            logger.error("this node has no workers, and etcd has not answered for %.0f s (timeouts.join_s)", silent_s)
+            logger.error("this node has no workers, and etcd has not answered for %.0f s (timeouts.join_s)", waited_s)
             return self._workers.exit_code or 1
         return None
 
