@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Placement
@@ -89,16 +90,18 @@ def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
         return end(view, Outcome.FAILED, 1, refusal.error)
     acks = [view.ack(committed.id, node) for node in committed.nodes]
     are_all_there = not any(ack.failure for ack in acks) and not view.lost(committed.nodes)
-    if are_all_there and not in_session(view) and view.phase_s < view.policy.start_s:
+    may_ask = are_all_there and view.phase_s < view.policy.start_s
+    if may_ask and not in_session(view):
         return Wait(view.policy.start_s - view.phase_s)
     # Nothing of that generation is worth staying with.
-    current = replace(with_refusal(view, committed.config, refusal), committed=0)
+    final = replace(refusal, kind=ErrorKind.MODEL)
+    current = replace(with_refusal(view, committed.config, final), committed=0)
     anew = replace(view, current=current)
     try:
         candidate = target(anew, wanted)
     except NoConfigError:
         return start_anew(anew, refusal.error)
-    if candidate not in view.descriptions and candidate not in view.undescribed and in_session(view):
+    if may_ask and candidate not in view.descriptions and candidate not in view.undescribed:
         raise NotDescribed(candidate)
     return start_anew(anew, f"the model refuses the config before: {refusal.error}")
 

@@ -17,6 +17,9 @@ NUM_NODES = ((1, 1), (1, 1), (1, 2), (1, 3), (2, 3))
 
 def world(random: Random, kind: type[World] = World, **rules: object) -> World:
     model = Model(in_session=random.random() < 0.7, stop_s=random.choice((0.0, 0.5, 3.0)))
+    if model.in_session:
+        odd = random.choice(((), (), ("PP1TP1DP3", "PP1TP3DP1"), ("PP1TP1DP6", "PP1TP2DP2", "PP1TP1DP2")))
+        model.impossible = {config: f"{config}: the model cannot have it" for config in odd}
     return kind(policy(*random.choice(NUM_NODES)), FENCING, model, **rules)  # type: ignore[arg-type]
 
 

@@ -243,7 +243,7 @@ class Agent:
             case Wait(seconds):
                 return now + seconds
             case Describe(config):
-                if any(worker.is_running and worker.generation for worker in self.workers.values()):
+                if any(worker.is_running and worker.answers for worker in self.workers.values()):
                     self.descriptions[config] = world.model.describe(config)
                     return now
                 return now + _ASK_AGAIN_S

@@ -7,10 +7,13 @@ ended or trains on exactly its workers, and in the size that was asked for, so t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
+from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.choose import NoConfigError
+from etc_agent.reconfig.given_up import only_of_the_model
 from etc_agent.reconfig.records import FailureKind, Result
 from etc_agent.reconfig.sizing import NotDescribed, meeting
 from etc_agent.reconfig.view import View
@@ -160,9 +163,13 @@ class Life:
 
     def _workers_change_their_mind(self) -> None:
         model = self.world.model
-        model.refusing, model.is_slow, model.votes_down = self.random.choice(
-            [("", False, ""), ("", False, ""), ("no memory", False, ""), ("", True, ""), ("", False, "a peer was lost")]
-        )
+        model.refusing, model.is_slow, model.votes_down, model.kind = self.random.choice([
+            ("", False, "", ErrorKind.RAISED),
+            ("", False, "", ErrorKind.RAISED),
+            ("no memory", False, "", ErrorKind.RAISED),
+            ("", True, "", ErrorKind.RAISED),
+            ("", False, "a peer was lost", ErrorKind.PEER_LOST),
+        ])
         self._tell(f"workers: refusing {model.refusing!r}, slow {model.is_slow}, votes down {model.votes_down!r}")
         for agent in self.world.agents.values():
             for worker in agent.workers.values():
@@ -185,8 +192,8 @@ class Life:
         wanted = _meeting(view)
         if records.scale is not None:
             answers = [reply for reply in world.etcd.replies if reply.revision == records.scale.revision]
-            self._promise(bool(answers), f"no answer to {records.scale.text!r}")
-            is_final = answers[-1].result not in (Result.ACCEPTED, Result.PENDING)
+            self._promise(bool(answers) or view.is_below_min, f"no answer to {records.scale.text!r}")
+            is_final = bool(answers) and answers[-1].result not in (Result.ACCEPTED, Result.PENDING)
             self._promise(is_final or wanted is None or view.is_below_min, "a request stays open")
         if not view.is_below_min:
             self._promise(world.trains(), "a job that can train does not")
@@ -201,6 +208,7 @@ class Life:
 def _meeting(view: View) -> ParallelConfig | None:
     """The config that the wanted size means on the nodes that are here; None where they do not suffice."""
     try:
-        return meeting(view, parse_wanted(view.current.wanted), view.num_usable_slots)
+        as_if_nothing_had_been = replace(view, current=only_of_the_model(view.current))
+        return meeting(as_if_nothing_had_been, parse_wanted(view.current.wanted), view.num_usable_slots)
     except (NoConfigError, NotDescribed):
         return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import Armed, FirstStep, Message, Prepare, Prepared, Refused, Switched
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.member import WorkerView
-from etc_agent.reconfig.records import Failure, FailureKind
+from etc_agent.reconfig.records import Failure
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
 
@@ -28,8 +29,8 @@ class Model:
 
     `in_session`: they can change in place; else they are plain scripts. `impossible`: configs that the model refuses,
     always, with its reason. `refusing`: why workers refuse to prepare just now; "" where they are willing. `is_slow`:
-    they are not ready, and neither refuse nor answer. `votes_down`: why a switch is voted down just now. `stop_s`: from
-    the signal to stop until the process has ended.
+    they are not ready, and neither refuse nor answer. `votes_down`: why a switch is voted down just now. `kind`: of
+    both these errors. `stop_s`: from the signal to stop until the process has ended.
     """
 
     in_session: bool = True
@@ -37,6 +38,7 @@ class Model:
     refusing: str = ""
     is_slow: bool = False
     votes_down: str = ""
+    kind: ErrorKind = ErrorKind.RAISED
     stop_s: float = 0.0
 
     def describe(self, config: ParallelConfig) -> Layout | str:
@@ -58,13 +60,18 @@ class Worker:
         view = WorkerView(index, generation.id, in_session=model.in_session, is_plain=not model.in_session)
         worker = cls(view, 0 if joining else generation.id)
         if generation.is_fresh and (why := model.impossible.get(str(generation.config))):
-            worker.view = replace(view, refused={generation.id: Refused(generation.id, why)})
-            worker.fail(Failure(f"x/{index}", FailureKind.RAISED, 1, why))
+            worker.generation = 0
+            worker.view = replace(view, refused={generation.id: Refused(generation.id, why, ErrorKind.MODEL)})
         return worker
 
     @property
     def is_running(self) -> bool:
         return self.view.is_running
+
+    @property
+    def answers(self) -> bool:
+        """Whether it can be asked about the model: it trains, or the model has refused its config."""
+        return self.generation > 0 or any(refused.kind is ErrorKind.MODEL for refused in self.view.refused.values())
 
     def hear(self, generation: int, message: Message, model: Model) -> None:
         """The agent's message."""
@@ -80,14 +87,14 @@ class Worker:
             if kind != Prepare.type or generation in {**self.view.prepared, **self.view.refused}:
                 continue
             if model.refusing:
-                self.refuse(generation, model.refusing)
+                self.refuse(generation, model.refusing, model.kind)
             elif not model.is_slow:
                 prepared = {**self.view.prepared, generation: Prepared(generation, "digest")}
                 self.view = replace(self.view, prepared=prepared)
 
-    def refuse(self, generation: int, why: str) -> None:
+    def refuse(self, generation: int, why: str, kind: ErrorKind) -> None:
         self.armed = 0
-        self.view = replace(self.view, refused={**self.view.refused, generation: Refused(generation, why)})
+        self.view = replace(self.view, refused={**self.view.refused, generation: Refused(generation, why, kind)})
 
     def switch(self, generation: int) -> None:
         """It is past the vote of the change to `generation`."""

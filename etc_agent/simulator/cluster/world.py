@@ -161,7 +161,7 @@ class World:
         for slot, worker in taking_part:
             assert worker is not None
             if self.model.votes_down:
-                worker.refuse(proposed.id, self.model.votes_down)
+                worker.refuse(proposed.id, self.model.votes_down, self.model.kind)
                 continue
             worker.switch(proposed.id)
             if slot not in proposed.placement:
