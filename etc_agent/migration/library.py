@@ -42,7 +42,7 @@ def migrate(
     inference servers): pass an empty mapping, or nothing needed, where that is so.
 
     Args:
-        have: this rank's tensors by shard. With mode ``release`` they are given up.
+        have: this rank's tensors by shard. With mode ``release`` their memory is released.
         need: the shards wanted on this rank.
         group: a `ProcessGroup`, or a raw c10d backend; by default the default group.
         mode: ``keep`` leaves `have` as it is; ``release`` takes its memory away as the new tensors come.
@@ -96,7 +96,7 @@ def _run(migration: Migration, rank: int, needed: Manifest, device: torch.device
         else:
             migration.run()
     finally:
-        # An error keeps what it went through alive: without this, others would wait for one that has given up.
+        # Without this the error would keep the connections alive, and peers would wait for them until their timeout.
         migration.close()
     found = migration.targets
     return {shard: found[shard] if shard in found else _empty(shard, device) for shard in needed}
@@ -125,13 +125,13 @@ def _exchange(
         texts = wire.gather_bytes(text, datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise MigrationError(f"rank {wire.rank}: not every rank called migrate(): {error}") from error
-    old, new, budgets, wishes, complaints = zip(*map(json.loads, texts), strict=True)
-    for rank, (wish, complaint) in enumerate(zip(wishes, complaints, strict=True)):
+    old, new, budgets, requests, complaints = zip(*map(json.loads, texts), strict=True)
+    for rank, (request, complaint) in enumerate(zip(requests, complaints, strict=True)):
         if complaint:
             raise MigrationError(complaint)
-        if wish != wishes[0]:
-            raise MigrationError(f"every rank must ask migrate() for the same: rank 0 asks for {wishes[0]}, "
-                                 f"rank {rank} for {wish}")
+        if request != requests[0]:
+            raise MigrationError(f"every rank must ask migrate() for the same: rank 0 asks for {requests[0]}, "
+                                 f"rank {rank} for {request}")
     return tuple(map(decode_manifest, old)), tuple(map(decode_manifest, new)), list(budgets)
 
 

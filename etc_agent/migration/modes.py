@@ -19,7 +19,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ModeRequest:
     """What one worker asks for.
 
     `mode`: one of `MODES`. `budget_bytes`: most bytes that its state may take during a migration, 0 where nothing was
@@ -40,27 +40,27 @@ class Choice:
     why: str
 
 
-def choose_mode(wishes: Sequence[Wish], previous: Sequence[Manifest], current: Sequence[Manifest]) -> Choice:
+def choose_mode(requests: Sequence[ModeRequest], previous: Sequence[Manifest], current: Sequence[Manifest]) -> Choice:
     """One mode for all workers, the same on each: entry i of every sequence is worker i's.
 
     Pure. A worker that asks for `release` decides for all; under ``auto`` one whose old and new state do not fit does.
     """
-    budget_bytes = min((wish.budget_bytes for wish in wishes if wish.budget_bytes), default=None)
-    for worker, wish in enumerate(wishes):
-        if wish.mode == "release":
+    budget_bytes = min((request.budget_bytes for request in requests if request.budget_bytes), default=None)
+    for worker, request in enumerate(requests):
+        if request.mode == "release":
             return Choice("release", budget_bytes, f"worker {worker} asks for it")
-    for worker, (wish, old, new) in enumerate(zip(wishes, previous, current, strict=True)):
+    for worker, (request, old, new) in enumerate(zip(requests, previous, current, strict=True)):
         old_bytes = sum(shard.num_bytes for shard in old)
         # A shard that stays is there once.
         both_bytes = sum(shard.num_bytes for shard in {*old, *new})
-        room_bytes = wish.budget_bytes or old_bytes + wish.free_bytes
-        if wish.mode == "auto" and both_bytes > room_bytes:
+        room_bytes = request.budget_bytes or old_bytes + request.free_bytes
+        if request.mode == "auto" and both_bytes > room_bytes:
             return Choice(
                 "release", budget_bytes,
                 f"old and new state of worker {worker} take {both_bytes:,} bytes together, "
                 f"there is room for {room_bytes:,}",
             )
-    insist = all(wish.mode == "keep" for wish in wishes)
+    insist = all(request.mode == "keep" for request in requests)
     return Choice("keep", budget_bytes, "every worker asks for it" if insist else "old and new state fit together")
 
 

@@ -39,7 +39,7 @@ class ReleasingMigration:
     bytes have gone, whoever else refers to it. A failure loses what was under way: `remaining` says what is left.
 
     Args:
-        sources: the old local tensors by shard, given up by the caller.
+        sources: the old local tensors by shard, released by the caller.
         device: where new tensors go.
         budget_bytes: most bytes of old state, new state and staging at once; by default `default_budget_bytes`.
         plan, worker, group, timeout_s, verify: as for `KeepingMigration`.
@@ -178,14 +178,14 @@ class ReleasingMigration:
         return held
 
     def account(self) -> str:
-        """What a run that failed has given up here, for people; "" where that is nothing."""
+        """What a run that failed has released here, for people; "" where that is nothing."""
         held = self._tensors.sources
         gone = [describe(shard.tensor, shard.box) for shard in self._all_sources if shard not in held]
         if not gone:
             return ""
         left = sum(shard.num_bytes for shard in self.remaining())
         named = ", ".join(gone[:_NAMED]) + (f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else "")
-        return f"worker {self._party.worker} holds {left:,} bytes of state and has given up its shards of {named}"
+        return f"worker {self._party.worker} holds {left:,} bytes of state and has released its shards of {named}"
 
     def _on_demand(self, sources: Mapping[Shard, torch.Tensor]) -> OnDemand:
         tensors = OnDemand(self._party.worker, sources, self._party.device)

@@ -192,4 +192,4 @@ def give_up(rank: int, size: int, store: dist.Store) -> str:
 def test_who_gives_up_is_not_waited_for() -> None:
     _, second, third = run_workers(give_up, 3, limit_s=40, silent=[0])
     assert "from worker 0 failed: timed out after 2 s" in second.value
-    assert "from worker 1 failed: its process has ended or given up" in third.value
+    assert "from worker 1 failed: its process has ended, or its migration has failed" in third.value

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from etc_agent.migration.memory.pages import Mapped
-from etc_agent.migration.memory.recycling import SparePages
+from etc_agent.migration.memory.recycling import PagePool
 
 _MB = 1 << 20
 
@@ -21,12 +21,12 @@ def reserved(size: int) -> torch.Tensor:
     return torch.frombuffer(Mapped(size).part(0, size, gives_back=True), dtype=torch.uint8)
 
 
-def fill(spare: SparePages, tensor: torch.Tensor) -> None:
+def fill(spare: PagePool, tensor: torch.Tensor) -> None:
     spare.fill(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 def test_pages_move_from_an_old_tensor_to_a_new_one_without_more_memory() -> None:
-    old, new, spare = torch.full((64 * _MB,), 7, dtype=torch.uint8), reserved(60 * _MB), SparePages()
+    old, new, spare = torch.full((64 * _MB,), 7, dtype=torch.uint8), reserved(60 * _MB), PagePool()
     before = resident_mb()
     assert spare.offer(old, 64 * _MB) == 64 * _MB
     assert 63 * _MB < spare.num_bytes <= 64 * _MB
@@ -41,7 +41,7 @@ def test_pages_move_from_an_old_tensor_to_a_new_one_without_more_memory() -> Non
 
 
 def test_more_than_is_wanted_goes_back_at_once() -> None:
-    old, spare = torch.ones(32 * _MB, dtype=torch.uint8), SparePages()
+    old, spare = torch.ones(32 * _MB, dtype=torch.uint8), PagePool()
     before = resident_mb()
     spare.offer(old, 16 * _MB)
     assert spare.num_bytes == 0
@@ -49,7 +49,7 @@ def test_more_than_is_wanted_goes_back_at_once() -> None:
 
 
 def test_a_tensor_put_together_from_several_is_taken_apart_again() -> None:
-    spare, first = SparePages(), reserved(12 * _MB)
+    spare, first = PagePool(), reserved(12 * _MB)
     olds = [torch.full((4 * _MB,), value, dtype=torch.uint8) for value in (1, 2, 3)]
     for old in olds:
         spare.offer(old, 12 * _MB)
@@ -67,7 +67,7 @@ def test_a_tensor_put_together_from_several_is_taken_apart_again() -> None:
 
 
 def test_memory_that_another_process_may_share_is_given_back_and_not_moved() -> None:
-    old, new, spare = torch.ones(8 * _MB, dtype=torch.uint8).share_memory_(), reserved(8 * _MB), SparePages()
+    old, new, spare = torch.ones(8 * _MB, dtype=torch.uint8).share_memory_(), reserved(8 * _MB), PagePool()
     spare.offer(old, 8 * _MB)
     assert spare.num_bytes == 0
     fill(spare, new)
@@ -75,7 +75,7 @@ def test_memory_that_another_process_may_share_is_given_back_and_not_moved() -> 
 
 
 def test_small_tensors_are_left_to_the_allocator() -> None:
-    spare = SparePages()
+    spare = PagePool()
     old = torch.ones(1000)
     spare.offer(old, _MB)
     assert spare.num_bytes == 0

@@ -35,7 +35,7 @@ def test_a_killed_joiner_costs_nothing_and_a_worker_killed_amid_a_release_a_rest
     job.wait_for(r"restart 1 of 1: the worker on \S+/1 failed: pid \d+ was killed by SIGKILL")
     wait_until(lambda: steps_of(tmp_path)[-1]["generation"] == 4, "a step of the next life")
     job.wait_for(r"worker 0: .*'\S+' \[.*\].* worker 1 failed")
-    assert re.search(r"worker 0 holds [\d,]+ bytes of state and has given up its shards of '\S+' \[", job.output)
+    assert re.search(r"worker 0 holds [\d,]+ bytes of state and has released its shards of '\S+' \[", job.output)
     saved = max(int(path.stem.rpartition("-")[2]) for path in tmp_path.glob("checkpoint-00000001-*.pt"))
     last = steps_of(tmp_path)[-1]["step"] + 20
     (tmp_path / "last").write_text(str(last))

@@ -55,7 +55,7 @@ def test_a_release_that_fails_after_it_began_says_what_is_lost_and_ends_the_job(
         for each in everyone:
             raised = agent.hear(each, Raised)
             assert "the switch to generation 2 failed" in raised.error
-            assert "has given up its shards of 'model." in raised.error
+            assert "has released its shards of 'model." in raised.error
             assert "the state has to come from a checkpoint" in raised.error
         assert set(agent.finish().values()) == {1}
 

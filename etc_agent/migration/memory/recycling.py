@@ -1,8 +1,8 @@
-"""Pages of old host tensors put under new ones, so that the kernel need neither clear nor fault them (`release` mode).
+"""Pages of old host tensors used again for new ones in `release` mode, instead of going through the kernel.
 
-A page that goes back to the kernel and another that comes from it cost more than the copy of its bytes over loopback.
-`mremap` moves pages to the addresses of a new tensor (`Mapped`) and leaves the old addresses mapped, empty. Where it
-refuses, pages go back and fresh ones come by faults, as without it.
+To return a page to the kernel and fault a fresh one in costs more than to copy its bytes over loopback. `mremap` moves
+pages to the addresses of a new tensor (`Mapped`) and leaves the old addresses mapped, empty. Where it refuses, the old
+pages are returned and fresh ones come by faults.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _SMALLEST_MOVE_BYTES = 64 << 10
 """A system call and a range of addresses of its own for the kernel to keep: not for less than this."""
 
 
-class SparePages:
-    """Pages between their old and their new tensor. They count as held: `num_bytes`.
+class PagePool:
+    """Pages that an old tensor has released and that no new tensor has taken yet. They count as held: `num_bytes`.
 
-    Made after all tensors that it will be offered: it looks up what memory they lie in when it is made.
+    Make it after all tensors that it will be offered: it looks up once in what memory each of them lies.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._ranges = mapped_ranges() if can_map else []
         self._starts = [each.start for each in self._ranges]
-        self._spare: deque[tuple[torch.UntypedStorage, int, int]] = deque()
+        self._pool: deque[tuple[torch.UntypedStorage, int, int]] = deque()
         self._carried: dict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
@@ -82,7 +82,7 @@ class SparePages:
         left = [(first, last) for first, last in ranges if last - first >= _SMALLEST_MOVE_BYTES]
         left_bytes = sum(last - first for first, last in left)
         if left and self.can_move(storage) and self.num_bytes + left_bytes <= wanted_bytes:
-            self._spare += [(storage, first, last) for first, last in left]
+            self._pool += [(storage, first, last) for first, last in left]
             self.num_bytes += left_bytes
         else:
             _release(storage)
@@ -91,8 +91,8 @@ class SparePages:
     def fill(self, start: int, end: int) -> None:
         """Put pages under addresses that have none yet, from the start of a page to before the end of one."""
         at, end = start, end // mmap.PAGESIZE * mmap.PAGESIZE
-        while self._spare and end - at >= _SMALLEST_MOVE_BYTES:
-            storage, first, last = self._spare.popleft()
+        while self._pool and end - at >= _SMALLEST_MOVE_BYTES:
+            storage, first, last = self._pool.popleft()
             size = _move(first, at, min(end - at, last - first))
             if not size:
                 size = last - first
@@ -101,7 +101,7 @@ class SparePages:
                 at += size
             self.num_bytes -= size
             if last - first - size >= _SMALLEST_MOVE_BYTES:
-                self._spare.appendleft((storage, first + size, last))
+                self._pool.appendleft((storage, first + size, last))
             else:
                 self.num_bytes -= last - first - size
                 discard(first + size, last - first - size)
@@ -109,15 +109,15 @@ class SparePages:
 
     def shrink(self, limit_bytes: int) -> None:
         """Give back what is more than `limit_bytes`."""
-        while self._spare and self.num_bytes > limit_bytes:
-            storage, first, last = self._spare.pop()
+        while self._pool and self.num_bytes > limit_bytes:
+            storage, first, last = self._pool.pop()
             discard(first, last - first)
             self.num_bytes -= last - first
             self._drop(storage)
 
     def _drop(self, storage: torch.UntypedStorage) -> None:
         """Release it with the last of its ranges."""
-        if all(other is not storage for other, _, _ in self._spare):
+        if all(other is not storage for other, _, _ in self._pool):
             _release(storage)
 
 

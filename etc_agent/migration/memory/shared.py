@@ -5,10 +5,11 @@ file; every sender on the same host maps that file while it prepares, and at the
 where they belong, strided ones too. A bell (`bells`) says that a round's are there. Between hosts messages go over the
 process group (`neighbours`).
 
-A large tensor gives its pages back when it goes, whatever else of its file is still in use; small ones share a few
-pages. So a tensor that outlives many generations holds its own memory, and the addresses around it.
+The pages of a large tensor are returned to the kernel when that tensor is freed, even while other tensors of the same
+file live; small tensors share a few pages. So a tensor that outlives many generations keeps its own memory alone (and
+the range of addresses around it).
 
-A late writer does no harm: if a migration is given up its file goes with it, and nothing else ever lies there.
+A peer that writes late does no harm: the file of a failed migration is never used for anything else.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from etc_agent.migration.memory.carrying import Carry, carry_of
 from etc_agent.migration.memory.lifetimes import Lifetimes, Step
 from etc_agent.migration.memory.pages import Mapped, can_map, prefault, prefer_huge_pages
 from etc_agent.migration.memory.parcels import lay_out, tensors_of
-from etc_agent.migration.memory.recycling import SparePages
+from etc_agent.migration.memory.recycling import PagePool
 from etc_agent.migration.report import MemoryPoint
 from etc_agent.planner.plan import Refer
 from etc_agent.state.layout import Shard
@@ -30,13 +30,13 @@ class OnDemand:
     """Memory comes and goes with the steps.
 
     Args:
-        sources: given up by the caller: their storages are emptied as the migration goes, whoever else refers to them.
-            A storage with bytes that no shard of `sources` covers stays, and so does one that is a file with a name.
+        sources: released by the caller: their storages are emptied during the migration, even where other tensors
+            refer to them. A storage with bytes that no shard of `sources` covers stays, and so does a named file.
         device: where new tensors go.
 
     Attributes:
         held_bytes: of old and new tensors, and of what the caller adds.
-        limit_bytes: what pages between their old and their new tensor may not bring it beyond.
+        limit_bytes: with the pages of the pool it stays below this.
     """
 
     def __init__(self, worker: int, sources: Mapping[Shard, torch.Tensor], device: torch.device) -> None:
@@ -48,7 +48,7 @@ class OnDemand:
         self._touched: dict[Shard, None] = {}
         self._touched_bytes = 0
         self._carries: dict[Shard, Carry] = {}
-        self._spare = SparePages()
+        self._pool = PagePool()
         self._worker = worker
         self._device = device
         self._members: dict[int, set[Shard]] = defaultdict(set)
@@ -126,9 +126,9 @@ class OnDemand:
         return {carry.refer for carry in self._carries.values()}
 
     def touch_ahead(self, limit_bytes: int) -> None:
-        """Give memory now to the first tensors to come, up to `limit_bytes`: what a worker grows by need not wait.
+        """Give memory to the first tensors to come now, beside training, up to `limit_bytes`.
 
-        The first ones, so that all of them are open before any other opens, and the peak is what it was.
+        Tensors are taken in the order in which they open, so that the peak of the run does not rise.
         """
         for shard, tensor in self._reserved.items():
             fresh_bytes = self._fresh_bytes(shard)
@@ -156,7 +156,7 @@ class OnDemand:
             if reserved is not None:
                 self._provide(shard, reserved)
         if step.opens:
-            self._settle()
+            self._trim_pool()
 
     def close(self, step: Step) -> None:
         """The step's copies and messages are done: take the memory of old shards away."""
@@ -165,35 +165,35 @@ class OnDemand:
             key = storage_key(tensor)
             self._members[key].discard(shard)
             if not self._members[key] and key not in self._pinned:
-                self.held_bytes -= self._spare.offer(tensor, self._to_come_bytes)
+                self.held_bytes -= self._pool.offer(tensor, self._to_come_bytes)
         if step.closes:
-            self._settle()
+            self._trim_pool()
 
     def note(self) -> None:
         """Put the present number of bytes on the timeline."""
-        self.timeline.append(MemoryPoint(time.time(), self.held_bytes + self._spare.num_bytes + self._touched_bytes))
+        self.timeline.append(MemoryPoint(time.time(), self.held_bytes + self._pool.num_bytes + self._touched_bytes))
 
     def _carry(self, refer: Refer) -> Carry | None:
         source = self.sources[Shard(refer.tensor, refer.source_box)]
         key = storage_key(source)
-        # What others see in the same storage would lose its bytes too.
+        # Moving these pages would corrupt other tensors in the same storage.
         is_alone = len(self._members[key]) == 1 and key not in self._pinned
-        return carry_of(refer, source) if is_alone and self._spare.can_move(source.untyped_storage()) else None
+        return carry_of(refer, source) if is_alone and self._pool.can_move(source.untyped_storage()) else None
 
     def _provide(self, shard: Shard, new: torch.Tensor) -> None:
-        """Put pages under a new tensor: those of the part that it takes over, whose ends are copied, and spare ones."""
+        """Put pages under a new tensor: those of the part that it takes over, whose ends are copied, and pool pages."""
         carry = self._carries.get(shard)
         gaps = [(_page_of(new.data_ptr()), new.data_ptr() + new.nbytes)]
         before = moved = 0
         if carry is not None:
             source = self.sources[Shard(carry.refer.tensor, carry.refer.source_box)]
             start, to = source.data_ptr() + carry.source_start, new.data_ptr() + carry.target_start
-            before, moved = self._spare.carry(source.untyped_storage(), start, carry.num_bytes, to)
+            before, moved = self._pool.carry(source.untyped_storage(), start, carry.num_bytes, to)
             self.held_bytes -= moved
             gaps = [(gaps[0][0], to + before), (to + before + moved, gaps[0][1])]
         if shard not in self._touched:
             for gap in gaps:
-                self._spare.fill(*gap)
+                self._pool.fill(*gap)
         if carry is not None:
             old_bytes = as_bytes(source)[carry.source_start : carry.source_start + carry.num_bytes]
             new_bytes = as_bytes(new)[carry.target_start : carry.target_start + carry.num_bytes]
@@ -211,16 +211,17 @@ class OnDemand:
         carry = self._carries.get(shard)
         return shard.num_bytes - (max(0, carry.num_bytes - 2 * mmap.PAGESIZE) if carry else 0)
 
-    def _settle(self) -> None:
+    def _trim_pool(self) -> None:
+        """Return the pages that nothing will take, or that there is no room for; and note what is held now."""
         room_bytes = max(0, self.limit_bytes - self.held_bytes - self._touched_bytes)
-        self._spare.shrink(room_bytes if self._to_come_bytes > 0 else 0)
+        self._pool.shrink(room_bytes if self._to_come_bytes > 0 else 0)
         self.note()
 
     def _may_empty(self, shards: set[Shard]) -> bool:
         """Whether a storage holds the tensors of `shards`, which are all in it, and nothing of anybody else."""
         tensors = [self.sources[shard] for shard in shards]
         storage = tensors[0].untyped_storage()
-        if storage.device.type == "cpu" and not tensors[0].is_pinned() and self._spare.is_file(storage):
+        if storage.device.type == "cpu" and not tensors[0].is_pinned() and self._pool.is_file(storage):
             return False
         covered = storage.data_ptr()
         for start, size in sorted((t.data_ptr(), t.nbytes) for t in tensors if _is_dense(t)):

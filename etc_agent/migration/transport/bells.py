@@ -92,7 +92,7 @@ class Bells:
                 raise RuntimeError(f"timed out after {timeout_s:g} s")
             heard = os.read(self._hears[peer], 1 << 12)
             if not heard:
-                raise RuntimeError("its process has ended or given up")
+                raise RuntimeError("its process has ended, or its migration has failed")
             self._heard |= {(peer, rung) for (rung,) in _TAG.iter_unpack(heard)}
         self._heard.discard((peer, tag))
 

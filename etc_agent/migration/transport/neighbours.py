@@ -1,4 +1,4 @@
-"""Which workers share memory: those of one host, all of them or none, so that each knows what the others do."""
+"""Which workers share memory. Sharing is all-or-nothing per host: both ends must derive the same message layout."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Mode(Protocol):
         """Take no further part. What is needed for `account` stays."""
 
     def account(self) -> str:
-        """What this worker has given up of the old state, for people, to go behind another sentence; "" for nothing."""
+        """What this worker has released of the old state, as the end of a message to people; "" for nothing."""
 
     def refused(self, generation: int, attempt: Attempt) -> None:
         """The vote has failed after `begin`. Returns where the old generation can go on.

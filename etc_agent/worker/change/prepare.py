@@ -18,7 +18,7 @@ import torch
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import RelayedError, one_line
 from etc_agent.integrations.native import TrainState, shards_of
-from etc_agent.migration.modes import Choice, Wish, choose_mode, free_bytes
+from etc_agent.migration.modes import Choice, ModeRequest, choose_mode, free_bytes
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.planner.plan import MigrationPlan
@@ -120,7 +120,7 @@ def prepare(
             owner.await_memory()
             owner.check()
         with _phase(phases_ms, "manifests"):
-            rows = gather_json(groups.all_workers, _say(old, new, refusal, _wish(task)))
+            rows = gather_json(groups.all_workers, _say(old, new, refusal, _mode_request(task)))
             _refuse_if_any(rows)
         with _phase(phases_ms, "plan"):
             choice, plan = _plan(task, old, said, rows)
@@ -180,17 +180,17 @@ def _new_side(task: Task, state: TrainState | None, world: World | None) -> NewS
     return NewSide(manifest if stream is None else (*manifest, stream), stream)
 
 
-def _wish(task: Task) -> Wish:
+def _mode_request(task: Task) -> ModeRequest:
     """What this worker asks for; workers of one node share what its host has free."""
     settings = task.settings
     sharing = task.crew.num_on_this_node if settings.device.type == "cpu" else 1
-    return Wish(settings.migration, settings.budget_bytes, free_bytes(settings.device) // sharing)
+    return ModeRequest(settings.migration, settings.budget_bytes, free_bytes(settings.device) // sharing)
 
 
-def _say(old: OldSide, new: NewSide, refusal: Refusal | None, wish: Wish) -> dict[str, Any]:
+def _say(old: OldSide, new: NewSide, refusal: Refusal | None, request: ModeRequest) -> dict[str, Any]:
     return {
         "old": encode_manifest(tuple(old.sources)), "new": encode_manifest(new.manifest),
-        "refusal": refusal, "wish": asdict(wish),
+        "refusal": refusal, "mode": asdict(request),
     }
 
 
@@ -211,7 +211,7 @@ def _plan(task: Task, old: OldSide, said: Said, rows: Sequence[dict[str, Any]]) 
     if crew.old_rank is not None:
         at = task.previous.config.coordinate(crew.old_rank)
         warn_of_losses(generation.id, dropped if crew.worker == 0 else (), old.holdings, at.dp == at.tp == 0)
-    choice = choose_mode([Wish(**row["wish"]) for row in rows], before, after)
+    choice = choose_mode([ModeRequest(**row["mode"]) for row in rows], before, after)
     if choice.mode == "release" and crew.worker == 0:
         _log.warning(
             "generation %d is migrated to in release mode, since %s: once that has begun, the old state "

@@ -62,6 +62,6 @@ class Releasing:
 
     def refused(self, generation: int, attempt: Attempt) -> None:
         reason = attempt.reason or "the migration failed on another worker"
-        lost = self.account() or "; release mode had begun, and other workers have given up state"
+        lost = self.account() or "; release mode had begun, and other workers have released state"
         kind = SwitchError if attempt.lost_connections else StateLostError
         raise kind(f"the switch to generation {generation} failed: {reason}{lost}")
