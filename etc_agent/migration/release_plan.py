@@ -16,7 +16,7 @@ from etc_agent.state.layout import Manifest
 
 _LARGEST_ROUND_BYTES = 64 << 20
 _SMALLEST_PART = 64
-"""Rounds of less than this part of what a budget has on top cost more time than they save memory."""
+"""Rounds smaller than this part of the headroom (budget minus larger state) cost more time than they save memory."""
 _MOST_ROUNDS = 512
 """About so many at most, however small the budget."""
 _FINER = 0.8
@@ -39,15 +39,15 @@ def plan_release(
         PlanError: as for `make_plan`.
     """
     allowed = [budget_bytes] * len(previous) if budget_bytes is None or isinstance(budget_bytes, int) else budget_bytes
-    budgets, slack, largest = [], _LARGEST_ROUND_BYTES, 1
+    budgets, headroom, largest = [], _LARGEST_ROUND_BYTES, 1
     for old, new, budget in zip(previous, current, allowed, strict=True):
         old_bytes, new_bytes = (sum(shard.num_bytes for shard in manifest) for manifest in (old, new))
         sizes = [shard.num_bytes for shard in (*old, *new)]
         budgets.append(budget or default_budget_bytes(old_bytes, new_bytes, sizes))
-        slack = min(slack, budgets[-1] - max(old_bytes, new_bytes)) if new_bytes else slack
+        headroom = min(headroom, budgets[-1] - max(old_bytes, new_bytes)) if new_bytes else headroom
         largest = max(largest, old_bytes, new_bytes)
     sizes = [min(_LARGEST_ROUND_BYTES, largest)]
-    while sizes[-1] * _FINER > max(slack // _SMALLEST_PART, largest // _MOST_ROUNDS, 1):
+    while sizes[-1] * _FINER > max(headroom // _SMALLEST_PART, largest // _MOST_ROUNDS, 1):
         sizes.append(int(sizes[-1] * _FINER))
 
     def planned(round_bytes: int) -> MigrationPlan:

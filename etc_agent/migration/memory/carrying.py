@@ -1,8 +1,9 @@
-"""Parts of old host tensors that stay on their worker in `release` mode: their pages go under the new tensor.
+"""Parts of old host tensors that stay on their worker in `release` mode: their pages are moved, not copied.
 
-A matrix that is cut by rows and is cut again keeps most of its rows where they are. Their pages can change address
-(`recycling`) in place of being copied, if old and new bytes lie alike within a page: the new tensor begins where that
-is so. The bytes before the first and behind the last whole page are copied.
+A matrix that is cut by rows, and then by rows in another way, keeps most of its rows on their worker. Their pages can
+be moved to the addresses of the new tensor (`recycling`) if a byte has the same offset within its page there as here;
+the start of the new tensor is chosen so that it has. The bytes before the first and after the last whole page are
+copied.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """`num_bytes` that are those from `source_start` of the old tensor, and will be those from `target_start` of the
-    new one, which has to begin `shift` bytes into a page."""
+    """`num_bytes` that begin at the byte `source_start` of the old tensor and at `target_start` of the new one. The new
+    tensor has to begin `shift` bytes into a page."""
 
     refer: Refer
     source_start: int
@@ -37,7 +38,7 @@ class Carry:
 
 
 def refers_to_carry(schedule: Schedule) -> dict[Shard, Refer]:
-    """New shard -> the largest part of it, in bytes that follow each other on both sides, that is sent to nobody."""
+    """New shard -> its largest part that is one run of bytes in both tensors and is not sent to another worker."""
     sent: dict[Shard, list[Box]] = defaultdict(list)
     for scheduled in schedule.rounds:
         for message in scheduled.sends:
@@ -58,7 +59,7 @@ def refers_to_carry(schedule: Schedule) -> dict[Shard, Refer]:
 
 
 def carry_of(refer: Refer, source: torch.Tensor) -> Carry | None:
-    """How to carry `refer` out of its old tensor; None where the new one would have to begin at an odd address."""
+    """How to carry `refer` from its old tensor; None where the new one could not be aligned."""
     if source.device.type != "cpu" or not source.is_contiguous():
         return None
     itemsize = refer.tensor.itemsize

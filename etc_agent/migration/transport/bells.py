@@ -1,9 +1,10 @@
-"""How workers of one host tell each other that something lies in the memory they share.
+"""Bells: how workers of one host tell each other that something is in the memory that they share.
 
-A pipe per pair and direction, opened through /proc like the memory itself, and a tag of four bytes. A byte through the
-process group would do as well, but wakes a thread on both ends before the one that waits; with rounds of a few
-megabytes that took longer than the copies. A peer that dies closes its end, and who waits for it hears at once: a child
-that it has forked (a dataloader's worker) may live on, and so closes what it has inherited.
+A bell is a pipe, one for each pair and direction, opened through /proc like the memory itself; a message in it is a
+tag of four bytes. A byte over the process group would do as well, but it wakes a thread at both ends before the one
+that waits; with rounds of a few megabytes that took longer than the copies. The pipes of a process that dies are
+closed, so its peers hear of it at once. A forked child (a dataloader's worker) may live on: it closes the ends that it
+inherits.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Bells:
         return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
 
     def all_opened(self) -> None:
-        """Every peer has opened: from now on the end of a peer is heard."""
+        """Every peer has opened its bell: close this process's own writing ends, so that a dead peer's pipe closes."""
         while self._own_ends:
             os.close(self._own_ends.pop())
 

@@ -1,12 +1,12 @@
-"""Staging buffers that workers of one host share, in `release` mode: a sender packs straight into its receiver's.
+"""Landing areas: buffers of one worker that senders of the same host write to, in `release` mode.
 
-New tensors cannot be shared there, since the pages of old ones are moved under them and shared pages do not move. But
-a worker's landing area can: the messages of a round are laid out in it one behind the other, those of the rounds in
-flight side by side. That takes two copies, one by each end; over loopback there would be two in the kernel, and one
-or two more where a box is not contiguous.
+New tensors cannot be shared in this mode: pages of old tensors are moved under them, and shared pages cannot be moved. A
+landing area can. The messages of one round are laid out in it one behind the other; each of the rounds in flight has a
+part of its own. A message takes two copies, one by each end; over loopback there would be two in the kernel, and one or
+two more where a box is not contiguous.
 
-A bell says that a message is there. Where a later round uses the area again a bell in the other direction says that
-the round before has been copied out of it: a *clearance*.
+A bell says that a message is there. Before a later round may use a part of the area again, a bell in the other direction
+(the *clearance*) says that the earlier round has been copied out of it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: boo
     all_pairs = pairs_of_hosts(plan, ["any"] * plan.num_workers)
 
     def size_of(of: int) -> int:
-        """Enough whoever shares; what is never written takes no memory."""
+        """Large enough whoever shares in the end. Pages that are never written to take no memory."""
         return area_of(schedule_for(plan, of, all_pairs)).num_bytes
 
     size = size_of(worker)
@@ -106,7 +106,7 @@ def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: boo
 
 
 class Clearances:
-    """Who may write to whose landing area, round by round. The first `WINDOW` rounds find it empty."""
+    """When a worker may write to its peers' landing areas. For the first `WINDOW` rounds they are empty."""
 
     def __init__(self, bells: Bells, schedule: Schedule) -> None:
         self._bells = bells

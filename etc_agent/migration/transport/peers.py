@@ -1,4 +1,4 @@
-"""Before anything moves: every worker agrees on the plan, and every pair that will exchange bytes has met."""
+"""Before anything moves: every worker agrees on the plan, and every pair that will exchange bytes has connected."""
 
 from __future__ import annotations
 

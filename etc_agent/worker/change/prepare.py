@@ -214,8 +214,8 @@ def _plan(task: Task, old: OldSide, said: Said, rows: Sequence[dict[str, Any]]) 
     choice = choose_mode([ModeRequest(**row["mode"]) for row in rows], before, after)
     if choice.mode == "release" and crew.worker == 0:
         _log.warning(
-            "generation %d is migrated to in release mode, since %s: once that has begun, the old state "
-            "goes as the new one comes, and a worker lost meanwhile takes its part of it along",
+            "generation %d is migrated to in release mode, since %s: once it has begun, old tensors are released "
+            "as new ones arrive, and a worker that is lost then takes state with it",
             generation.id, choice.why,
         )
     return choice, make_plan_for(choice, before, after, list(crew.nodes))
