@@ -16,7 +16,7 @@ from etc_agent.migration.engine import Party, Run
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.binding import Binder, BoundRound, LocalCopies, SharedPlaces
 from etc_agent.migration.memory.bits import copy_bits
-from etc_agent.migration.memory.rebinding import NewPlaces, rebound_shards
+from etc_agent.migration.memory.rebinding import NewPlaces, OldPlaces
 from etc_agent.migration.memory.shared import PeerTensors, SharedMemory, arena_bytes
 from etc_agent.migration.memory.spans import storage_bytes
 from etc_agent.migration.protocol import Progress
@@ -69,7 +69,8 @@ class KeepingMigration:
         self._party = Party(plan, worker, group, timeout_s, device, verify=verify)
         self._memory = memory
         self._sources = dict(sources)
-        self._places = NewPlaces(worker, self._party.schedule, sources, targets)
+        self._old_places = OldPlaces(worker, self._sources)
+        self._new_places = NewPlaces(worker, self._party.schedule, sources, targets)
         self._shared: SharedPlaces | None = None
         self._staging: Staging | None = None
         self._held_bytes = storage_bytes((*sources.values(), *targets.values()))
@@ -102,11 +103,12 @@ class KeepingMigration:
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
         """Take the old tensors as they are now. A new tensor that was a part of its old one's memory is where that is
         now: see `targets`."""
-        rebound = rebound_shards(self._party.worker, self._sources, sources)
+        rebound = self._old_places.rebound(sources)
         if rebound:
             check_tensors(self._party.worker, "old", self._old_shards, sources)
-            self.targets = self._places.after(sources)
+            self.targets = self._new_places.after(sources)
             self._sources = dict(sources)
+            self._old_places = OldPlaces(self._party.worker, self._sources)
             if self._bound is not None:
                 self._bind()
         return rebound

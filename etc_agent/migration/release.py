@@ -13,7 +13,7 @@ from etc_agent.migration.engine import Party, Run
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.lifetimes import default_budget_bytes, lifetimes_of
 from etc_agent.migration.memory.memory_file import can_share
-from etc_agent.migration.memory.rebinding import rebound_shards
+from etc_agent.migration.memory.rebinding import OldPlaces
 from etc_agent.migration.memory.storage import OnDemand
 from etc_agent.migration.protocol import Progress
 from etc_agent.migration.release_memory import ReleasingMemory
@@ -115,7 +115,7 @@ class ReleasingMigration:
         Raises:
             MigrationError: a tensor is not what the plan says of it, or the budget is too small for their storages.
         """
-        rebound = rebound_shards(self._party.worker, self._tensors.sources, sources)
+        rebound = self._old_places.rebound(sources)
         if rebound:
             check_tensors(self._party.worker, "old", self._old_shards, sources)
             self._lifetimes = lifetimes_of(self._party.schedule, sources)
@@ -190,6 +190,7 @@ class ReleasingMigration:
     def _on_demand(self, sources: Mapping[Shard, torch.Tensor]) -> OnDemand:
         tensors = OnDemand(self._party.worker, sources, self._party.device)
         tensors.keep_whole(self._party.schedule.refers)
+        self._old_places = OldPlaces(self._party.worker, tensors.sources)
         return tensors
 
     def _allocate(self) -> None:

@@ -21,21 +21,36 @@ from etc_agent.migration.schedule import Schedule
 from etc_agent.planner.plan import Refer
 from etc_agent.state.layout import Shard
 
+Place = tuple[int, int, int, torch.Size, tuple[int, ...], torch.dtype]
+"""Where a tensor is: its storage, where it begins in it, the bytes of the storage, shape, strides and dtype."""
 
-def rebound_shards(
-    worker: int, known: Mapping[Shard, torch.Tensor], present: Mapping[Shard, torch.Tensor]
-) -> frozenset[Shard]:
-    """The shards whose tensors have other memory than they are known to have, or are there on one side alone.
 
-    Raises:
-        MigrationError: a tensor has lost its memory.
-    """
-    rebound = known.keys() ^ present.keys()
-    for shard, tensor in present.items():
-        check_backed(worker, "old", shard, tensor)
-        if shard in known and not same_memory(known[shard], tensor):
-            rebound.add(shard)
-    return frozenset(rebound)
+class OldPlaces:
+    """Where the old tensors of one worker are known to be."""
+
+    def __init__(self, worker: int, sources: Mapping[Shard, torch.Tensor]) -> None:
+        self._worker = worker
+        self._sources = sources  # keeps the storages alive, so that no other one can be taken for them
+        self._places = {shard: _place(tensor) for shard, tensor in sources.items()}
+
+    def rebound(self, present: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
+        """The shards whose tensors are elsewhere in `present`, or there on one side alone.
+
+        Raises:
+            MigrationError: a tensor has lost its memory.
+        """
+        known = self._places
+        moved = {shard for shard, tensor in present.items() if known.get(shard) != _place(tensor)}
+        for shard in moved:
+            check_backed(self._worker, "old", shard, present[shard])
+        if len(present) - len(moved - known.keys()) < len(known):
+            moved |= known.keys() - present.keys()
+        return frozenset(moved)
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    storage = tensor.untyped_storage()
+    return storage._cdata, int(tensor.storage_offset()), storage.nbytes(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class NewPlaces:

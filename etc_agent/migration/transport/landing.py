@@ -1,12 +1,12 @@
 """Landing areas: buffers of one worker that senders of the same host write to, in `release` mode.
 
-New tensors cannot be shared in this mode: pages of old tensors are moved under them, and shared pages cannot be moved. A
-landing area can. The messages of one round are laid out in it one behind the other; each of the rounds in flight has a
-part of its own. A message takes two copies, one by each end; over loopback there would be two in the kernel, and one or
-two more where a box is not contiguous.
+New tensors cannot be shared in this mode: pages of old tensors are moved under them, and shared pages cannot be moved.
+A landing area can. The messages of one round are laid out in it one behind the other; each of the rounds in flight has
+a part of its own. A message takes two copies, one by each end; over loopback there would be two in the kernel, and one
+or two more where a box is not contiguous.
 
-A bell says that a message is there. Before a later round may use a part of the area again, a bell in the other direction
-(the *clearance*) says that the earlier round has been copied out of it.
+A bell says that a message is there. Before a later round may use a part of the area again, a bell in the other
+direction (the *clearance*) says that the earlier round has been copied out of it.
 """
 
 from __future__ import annotations

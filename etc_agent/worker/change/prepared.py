@@ -20,8 +20,9 @@ from etc_agent.worker.live import LiveGeneration
 
 @dataclass(slots=True, eq=False)
 class PreparedGeneration:
-    """Everything that the switch needs. `next` is None on a worker that leaves, the streams where none is carried. In
-    `release` mode the model in `next` is on the meta device until its tensors have come.
+    """Everything that the switch needs. `next` is None on a worker that leaves. In `release` mode the model in `next`
+    is on the meta device until its tensors have come. `old_stream` and `new_stream` are the worker's random stream
+    among its old and its new tensors, the old one with a buffer to read it into; None where it is not carried on.
 
     `holdings`: what this worker held when it was prepared, None where it joins. `has_values`: whether the optimizer of
     any worker keeps Python values for some parameters. `moved_bytes`: between all workers.
