@@ -35,6 +35,7 @@ def shared_mb() -> float:
 
 def test_a_tensor_that_stays_over_generations_holds_its_own_pages_alone() -> None:
     plan = cut_in_two(16)
+    gc.collect()  # what earlier tests have left
     before, files = shared_mb(), len(os.listdir("/proc/self/fd"))
     stayed = []
     for generation in range(12):
