@@ -11,16 +11,24 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from etc_agent.agent.safety.first_process import beside_first_process
+
 _OURS = ("get_args_parser", "parse_args", "run")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the job that is typed after the program's name; the exit code is the job's."""
+    """Run the job that is typed after the program's name, or in `argv`; the exit code is the job's."""
+    if argv is None:  # it is the program itself, so that there are no threads yet, and it may be a container's PID 1
+        return beside_first_process(lambda: _run(sys.argv[1:]))
+    return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
         # Loading torch takes seconds, in which Ctrl-C is as good an end as later.
         from launcher.routes import run_command_line
 
-        return run_command_line(sys.argv[1:] if argv is None else argv)
+        return run_command_line(argv)
     except KeyboardInterrupt:
         print("etc-run: interrupted", file=sys.stderr)
         return 130

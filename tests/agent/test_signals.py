@@ -241,6 +241,28 @@ def namespace() -> list[str]:
     pytest.skip("no PID namespaces here: neither as root nor in a user namespace")
 
 
+def test_etc_run_itself_leaves_no_zombies_as_pid_1(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "middle = os.fork()\n"
+        "if middle == 0:\n"
+        "    orphan = os.fork()\n"
+        "    if orphan == 0: os.setsid(); time.sleep(0.1); os._exit(0)\n"
+        "    pathlib.Path('orphan').write_text(str(orphan)); os._exit(0)\n"
+        "os.waitpid(middle, 0)\n"
+        "orphan = pathlib.Path('/proc', pathlib.Path('orphan').read_text())\n"
+        "deadline = time.monotonic() + 20\n"
+        "while orphan.exists() and time.monotonic() < deadline: time.sleep(0.01)\n"
+        "raise SystemExit(5 if orphan.exists() else 3)\n"
+    )
+    run = subprocess.run(
+        [*namespace(), sys.executable, "-m", "launcher.run", "--standalone", "--nproc-per-node", "1", str(script)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, env={**os.environ, "ETC_SPARES": "cold"},
+    )
+    assert run.returncode == 3, run.stderr
+
+
 @pytest.mark.parametrize(("end", "exit_code"), [("returns", 7), ("killed", 137)])
 def test_pid_1_reaps_orphans_hands_signals_on_and_ends_as_the_agent_does(end: str, exit_code: int) -> None:
     run = subprocess.run(
