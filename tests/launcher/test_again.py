@@ -19,8 +19,9 @@ from etc_agent.control.channel import SOCKET_VARIABLE
 from etc_agent.worker.process import rounds
 
 ROUNDS = r"""
-import os, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
+assert "etc_agent.worker.process.rounds" in sys.modules
 for number in range(6):
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     ones = torch.ones(1)
@@ -56,8 +57,11 @@ def run(tmp_path: Path, text: str, *options: str) -> str:
     return ended.stdout + ended.stderr
 
 
-def test_a_script_may_init_and_destroy_its_process_group_again_and_again(tmp_path: Path) -> None:
-    assert set(re.findall(r"done \d", run(tmp_path, ROUNDS))) == {"done 0", "done 1"}
+@pytest.mark.parametrize("options", [(), ("--run-path", "--start-method=spawn"), ("--run-path", "--start-method=fork")])
+def test_a_script_may_init_and_destroy_its_process_group_again_and_again(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    assert set(re.findall(r"done \d", run(tmp_path, ROUNDS, *options))) == {"done 0", "done 1"}
 
 
 def test_a_restart_meets_nothing_that_the_attempt_before_has_left(tmp_path: Path) -> None:

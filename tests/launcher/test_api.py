@@ -6,11 +6,13 @@ import argparse
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed.launcher.api
@@ -26,10 +28,11 @@ from etc_agent.rendezvous.server import EtcdServer
 
 PROGRAM = r"""
 import os, sys, time
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from launcher import JobFailed, JobStopped, LaunchConfig, elastic_launch
 
 def work(folder, how):
@@ -50,13 +53,16 @@ def main(endpoint, folder, how):
     config = LaunchConfig(1, 1, 2, run_id=how, rdzv_backend="etcd-v3", rdzv_endpoint=endpoint, max_restarts=0,
                           local_addr="127.0.0.1", logs_specs=DefaultLogsSpecs(log_dir=folder))
     try:
-        print("returned", elastic_launch(config, work)(folder, "end" if how == "thread" else how))
+        print("returned", elastic_launch(config, partial(work))(folder, "end" if how == "thread" else how))
     except JobFailed as failed:
         assert isinstance(failed, ChildFailedError)
         for rank, failure in failed.failures.items():
             print("failed", failed.exit_code, rank, failure.local_rank, failure.exitcode, failure.pid > 0)
         if how == "raise":
             raise
+    except JobStopped as stopped:
+        assert isinstance(stopped, SignalException)
+        print("stopped", stopped.exit_code, stopped.sigval.name)
 
 if __name__ == "__main__":
     if sys.argv[3] == "thread":
@@ -68,18 +74,28 @@ if __name__ == "__main__":
 """
 
 
+class Ended(NamedTuple):
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     with EtcdServer() as etcd:
         yield etcd.endpoint
 
 
-def run(endpoint: str, folder: Path, how: str) -> subprocess.CompletedProcess[str]:
+def start(endpoint: str, folder: Path, how: str) -> subprocess.Popen[str]:
     program = folder / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(program), endpoint, str(folder), how]
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(endpoint: str, folder: Path, how: str) -> Ended:
+    with start(endpoint, folder, how) as program:
+        return Ended(*program.communicate(timeout=120))
 
 
 @pytest.mark.parametrize("how", ["end", "thread"])
@@ -101,6 +117,17 @@ def test_record_keeps_the_cause_that_a_worker_has_recorded(endpoint: str, tmp_pa
     assert ended.stdout == "failed 1 1 1 1 True\n", ended.stderr
     assert "JobFailed: the job failed with exit code 1" in ended.stderr
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "ValueError: the cause"
+
+
+def test_a_job_that_a_signal_stops_raises_torchs_error_with_that_signal(endpoint: str, tmp_path: Path) -> None:
+    with start(endpoint, tmp_path, "wait") as program:
+        deadline = time.monotonic() + 90
+        while len(list(tmp_path.glob("*.here"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        program.send_signal(signal.SIGTERM)
+        stdout, stderr = program.communicate(timeout=90)
+    assert stdout == "stopped 143 SIGTERM\n", stderr
 
 
 def test_other_backends_go_to_torch() -> None:

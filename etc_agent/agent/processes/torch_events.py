@@ -26,7 +26,7 @@ class TorchEvents:
     def __init__(self, launch_config: Any, entrypoint: str | Callable[..., Any]) -> None:
         metrics.initialize_metrics(metrics.MetricsConfig(launch_config.metrics_cfg))
         self._config = launch_config
-        self._entrypoint = os.path.basename(entrypoint) if isinstance(entrypoint, str) else entrypoint.__qualname__
+        self._entrypoint = _name_of(entrypoint)
         self._hostname = socket.getfqdn(socket.gethostname())
         self._started = self._idle_since = time.monotonic()
         self._group: dict[str, str] = {}
@@ -117,3 +117,10 @@ class TorchEvents:
         }
         event = Event(f"torchelastic.worker.status.{state}", source=source, metadata=metadata)
         events.record(event, self._config.event_log_handler)
+
+
+def _name_of(entrypoint: str | Callable[..., Any]) -> str:
+    """Not everything that can be called has a name, such as a `functools.partial`."""
+    if isinstance(entrypoint, str):
+        return os.path.basename(entrypoint)
+    return getattr(entrypoint, "__qualname__", type(entrypoint).__name__)
