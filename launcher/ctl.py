@@ -230,6 +230,8 @@ def status_fields(snapshot: Snapshot, keys: JobKeys) -> dict[str, Any]:
         fields["paused"] = True
     if (reply := admin.reply_of(snapshot, keys)) is not None:
         fields["last_request"] = f"{reply.request}: {reply.result}: {reply.message}"
+    if current.given_up:
+        fields["given_up"] = [f"{given_up.config}: {given_up.why}" for given_up in current.given_up]
     if "time" in reported:
         fields["time"] = when(reported["time"])
     return fields

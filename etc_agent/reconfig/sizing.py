@@ -124,7 +124,7 @@ def target(view: View, wanted: Wanted) -> ParallelConfig:
 def _untried(view: View, config: ParallelConfig) -> str | None:
     """As `refusal`, for a node that leaves: it does not wait until a config may be tried again."""
     given_up = in_force(view, config)
-    return refusal(view, config) or (given_up.why if given_up else None)
+    return refusal(view, config) or (given_up.why if given_up else view.undescribed.get(config))
 
 
 def check(view: View, wanted: Wanted) -> str | None:

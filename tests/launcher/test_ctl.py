@@ -181,6 +181,10 @@ def test_status_and_events_show_what_the_leader_wrote(endpoint: str, client: Etc
     status = json.loads(ctl(endpoint, "status", "--json").stdout)
     assert (status["step"], status["generation"], status["nodes"]) == (7, 1, ["a (4 slots, ready)"])
     assert "PP2TP1DP1" in ctl(endpoint, "status").stdout
+    given_up = {"config": "PP1TP1DP4", "kind": "raised", "why": "a/3: pid 7 was killed by SIGKILL"}
+    client.put(keys.current, json.dumps({"committed": 1, "given_up": [given_up]}))
+    status = json.loads(ctl(endpoint, "status", "--json").stdout)
+    assert status["given_up"] == ["PP1TP1DP4: a/3: pid 7 was killed by SIGKILL"]
     generations = [json.loads(line)["generation"] for line in ctl(endpoint, "events", "--json").stdout.splitlines()]
     assert generations == [2, 10]
     assert "3.0 MiB" in ctl(endpoint, "events").stdout

@@ -227,6 +227,15 @@ def test_an_answer_is_put_off_while_no_worker_can_say_the_layout() -> None:
     assert last(cluster)[0] is Result.DONE
 
 
+def test_a_node_that_leaves_does_not_wait_for_a_layout_that_no_worker_can_say() -> None:
+    cluster = started(ELASTIC, "a", "b")
+    cluster.undescribed[ParallelConfig(dp=2)] = "MemoryError"
+    cluster.drain("b")
+    cluster.run()
+    assert cluster.committed.nodes == ("a",)
+    assert not cluster.committed.is_fresh
+
+
 # ---- the config to start with ---------------------------------------------------------------------------------------
 
 
