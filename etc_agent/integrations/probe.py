@@ -127,6 +127,15 @@ class _FirstValues(dict[str, Any]):
             self.first[key] = value.clone() if isinstance(value, torch.Tensor) else value
         super().__setitem__(key, value)
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *others: Any, **entries: Any) -> None:
+        for key, value in dict(*others, **entries).items():
+            self[key] = value
+
 
 def _raise(optimizer: Optimizer, probe: Probe) -> None:
     kind = type(optimizer).__name__

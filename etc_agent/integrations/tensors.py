@@ -102,5 +102,6 @@ def _check_box(name: str, value: torch.Tensor, param: torch.Tensor) -> None:
         if sharded:
             raise EtcError(
                 f"{name} of shape {tuple(value.shape)} belongs to a sharded parameter of local shape "
-                f"{tuple(local_part(param).shape)}; only state of the parameter's shape, or scalars, can be moved"
+                f"{tuple(local_part(param).shape)}; a plain tensor beside it is another one on each rank, and cannot "
+                "be cut in another way: make it a DTensor (as zeros_like(param) is), or use an optimizer that does"
             )

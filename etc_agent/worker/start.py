@@ -58,8 +58,10 @@ def start_fresh(
     if takes_module_values(state):
         num_sharing = environment.local_world_size if settings.device.type == "cpu" else 1
         whole = build_whole(script, settings, environment.generation, num_sharing)
-    start_stream(settings.seed, environment.generation, environment.rank)
+    # The same on every rank, so that an init that draws from torch's generators gives all replicas the same values.
+    torch.manual_seed(settings.seed)
     step = _agreed(start_values(state, settings.device, whole), settings.device)
+    start_stream(settings.seed, environment.generation, environment.rank)
     context = ParallelContext(
         config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch
     )

@@ -2,7 +2,7 @@
 of a layer are the same bits in every pipeline, and those of one data parallel rank those of another.
 
 `fault`: ``optimizer``, a name in `OPTIMIZERS`; ``actions``, pairs of step and name in `ACTIONS`; ``only_rank``, the one
-rank that acts, all by default.
+rank that acts, all by default; ``migration``, the mode.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
     torch.set_num_threads(1)
     with etc.session(
         lambda parallel: build(parallel, fault["optimizer"]), global_batch=12, seed=7, timeout_s=60.0,
-        switch_timeout_s=60.0,
+        switch_timeout_s=60.0, migration=fault.get("migration", "auto"),
     ) as session:
         data = Samples()
         for step in session.steps(num_steps):

@@ -15,7 +15,8 @@ JOB = "amended_job"
 
 
 def run(
-    directory: Path, optimizer: str, actions: list[Any], configs: tuple[str, ...], num_steps: int | None = None
+    directory: Path, optimizer: str, actions: list[Any], configs: tuple[str, ...], num_steps: int | None = None,
+    migration: str = "auto",
 ) -> list[dict[str, Any]]:
     """The lines of a job that goes from config to config once all actions are done, and some steps further; with
     `num_steps`, of one that stays in the first config."""
@@ -23,7 +24,7 @@ def run(
     last_action = max((step for step, _ in actions), default=0)
     with MiniAgent(
         directory, pause_s=0.02 if num_steps is None else 0.0, num_steps=num_steps or 1_000_000, verify=False, job=JOB,
-        fault={"optimizer": optimizer, "actions": actions},
+        fault={"optimizer": optimizer, "actions": actions, "migration": migration},
     ) as agent:
         agent.start(configs[0])
         if num_steps is None:
@@ -47,21 +48,21 @@ def by_step(lines: list[dict[str, Any]], key: str) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "actions"),
+    ("optimizer", "actions", "migration"),
     [
-        ("AdamW", [[2, "freeze"], [3, "unfreeze"], [4, "add group"]]),
-        ("SGD dampening", [[2, "freeze"], [3, "unfreeze"]]),
-        ("numbers per parameter", [[2, "freeze"], [3, "unfreeze"]]),
-        ("Adafactor", []),
-        ("slow weights", [[3, "unfreeze"]]),
-        ("quantised", []),
+        ("AdamW", [[2, "freeze"], [3, "unfreeze"], [4, "add group"]], "auto"),
+        ("SGD dampening", [[2, "freeze"], [3, "unfreeze"]], "auto"),
+        ("numbers per parameter", [[2, "freeze"], [3, "unfreeze"]], "release"),
+        ("Adafactor", [], "auto"),
+        ("slow weights", [[3, "unfreeze"]], "auto"),
+        ("quantised", [], "auto"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_changing_job_has_the_weights_of_one_that_does_not_change(
-    tmp_path: Path, optimizer: str, actions: list[Any]
+    tmp_path: Path, optimizer: str, actions: list[Any], migration: str
 ) -> None:
-    lines = run(tmp_path / "changing", optimizer, actions, ("PP1", "PP3", "PP2"))
+    lines = run(tmp_path / "changing", optimizer, actions, ("PP1", "PP3", "PP2"), migration=migration)
     assert {line["generation"] for line in lines} == {1, 2, 3}
     last = max(line["step"] for line in lines)
     expected = run(tmp_path / "fixed", optimizer, actions, ("PP1",), num_steps=last + 1)

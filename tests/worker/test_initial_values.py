@@ -60,3 +60,7 @@ def test_a_session_without_values_does_not_start(init: str, refuses: bool, messa
     exit_code, written = run_script(code, tmp_path / "script.log", {})
     assert exit_code == 1
     assert message in " ".join(written.split())
+
+
+def test_replicas_start_with_the_same_values_though_init_starts_no_generator() -> None:
+    assert "replicas agree" in launch(2, SCRIPT.with_name("unseeded_ranks.py"))
