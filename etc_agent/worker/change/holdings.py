@@ -8,7 +8,7 @@ Whatever works beside training is given this value instead.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from etc_agent.integrations.amendments import Amendments, changed_plain_numbers
 from etc_agent.integrations.native import TrainState
 from etc_agent.integrations.parameter_values import has_parameter_values
 from etc_agent.integrations.tensors import all_tensors, shard_of
-from etc_agent.state.layout import Shard
+from etc_agent.state.layout import LogicalTensor, Shard
 
 _MOST_NAMES = 5
 
@@ -78,10 +78,11 @@ def reshard(state: TrainState) -> None:
 
 
 def _shard_of(name: str, tensor: torch.Tensor, alike: dict[tuple[Any, ...], Shard]) -> Shard:
-    """As `shard_of`. Where a box falls is worked out once for all sharded tensors that are `alike`: it takes long."""
-    if not isinstance(tensor, DTensor):
-        return shard_of(name, tensor)
-    key = (tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements, local_tensor(tensor).shape)
-    if key not in alike:
-        alike[key] = shard_of(name, tensor)
-    return replace(alike[key], tensor=replace(alike[key].tensor, name=name))
+    """As `shard_of`. Which box it is gets worked out once for all tensors that are `alike`: training stands still."""
+    placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    key = (tensor.shape, tensor.dtype, local_tensor(tensor).shape, placed)
+    first = alike.get(key)
+    if first is None:
+        first = alike[key] = shard_of(name, tensor)
+    known = first.tensor
+    return Shard(LogicalTensor(name, known.shape, known.dtype, known.itemsize), first.box)
