@@ -29,8 +29,8 @@ class TrainState:
 
     `model`: its parameters' and buffers' fully qualified names are the names of the *unsharded* model: pipeline stages
     keep the numbers that layers have in the whole. Sharded parameters are DTensors.
-    `optimizer`: over the parameters of `model` alone; the session calls its step(). Its groups and state are read from
-    another thread beside training, so a step() must not replace them, not even for its own duration.
+    `optimizer`: over the parameters of `model` alone; the session calls its step(). Its groups and state are looked
+    at between two steps alone.
     `scheduler`, `scaler`, `extras`: small state that is equal on every rank, carried as JSON. An extra that is not says
     so by an attribute `rule`: ``per_rank`` or ``per_sample`` (docs/worker.md).
     `runtime`: whatever else the script wants to keep for this generation, such as the pipeline schedule. Not carried.
