@@ -67,6 +67,13 @@ def describe(word: str, data: bytes) -> tuple[str, bool, bytes]:
     return f"{word} {os.environ['RANK']}", os.getpgid(0) == os.getsid(0) == os.getpid(), data
 
 
+def wait_for(file: Path) -> str:
+    Path(f"{file}.begun").touch()
+    while not file.exists():
+        time.sleep(0.01)
+    return "done"
+
+
 def wait_for_ever() -> None:
     time.sleep(600)
 
@@ -107,15 +114,45 @@ def test_a_forked_one_finds_the_memory_of_the_program_and_its_signal_handlers(tm
         assert ended(node.start()).return_values[0] is True
 
 
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_returned_value_that_cannot_be_read_here_is_none(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        assert ended(Node(stack, tmp_path, "fork", Unreadable).start()).return_values[0] is None
+
+
 def test_forked_ones_end_with_the_server_that_they_come_from(tmp_path: Path) -> None:
     with ExitStack() as stack:
         node = Node(stack, tmp_path, "fork", wait_for_ever)
         context = node.start()
-        parent = Path(f"/proc/{context.pids()[0]}/stat").read_text().rpartition(")")[2].split()[1]
-        os.kill(int(parent), signal.SIGKILL)
+        os.kill(parent_of(context), signal.SIGKILL)
         assert ended(context).failures[0].exitcode == -signal.SIGKILL
         with pytest.raises(EtcError, match="was killed"):
             node.start()
+
+
+def parent_of(context: Any) -> int:
+    return int(Path(f"/proc/{context.pids()[0]}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_one_goes_on_where_a_signal_to_all_has_ended_multiprocessings_server(tmp_path: Path) -> None:
+    go_on = tmp_path / "go on"
+    with ExitStack() as stack:
+        context = Node(stack, tmp_path, "forkserver", wait_for, go_on).start()
+        deadline = time.monotonic() + TIMEOUT_S
+        while not Path(f"{go_on}.begun").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server = parent_of(context)
+        os.kill(server, signal.SIGKILL)
+        while parent_of(context) == server:
+            time.sleep(0.01)
+        assert context.wait(timeout=0) is None
+        go_on.touch()
+        assert ended(context).return_values[0] == "done"
 
 
 def test_what_cannot_be_sent_to_another_process_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ fork it copies the agent, whose etcd client has threads and locks that do not su
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,13 @@ from etc_agent.agent.processes.programs import Program, Script
 from etc_agent.agent.settings import JobSettings
 from etc_agent.control.channel import SOCKET_VARIABLE
 from etc_agent.errors import EtcError
+
+logger = logging.getLogger(__name__)
+
+_SERVER_GONE = 255
+"""What multiprocessing says of a process whose fork server is gone."""
+Call = tuple[Callable[..., Any], tuple[Any, ...], Any]
+"""A function, its arguments, and how its process is bound to CPUs (torch's NumaOptions, or None)."""
 
 
 class FunctionProcess(Protocol):
@@ -62,9 +70,9 @@ def worker_program(settings: JobSettings) -> Iterator[Program]:
     if isinstance(function, str):
         yield Script(config, function, args)
         return
-    call = (function, args, config.numa_options)
+    call: Call = (function, args, config.numa_options)
     if config.start_method != "fork":
-        yield Function(config, lambda place: _Started(config.start_method, (*call, place)))
+        yield Function(config, lambda place: _Started(config.start_method, call, place))
         return
     server = ForkServer(lambda place: run_function(*call, place))
     try:
@@ -74,10 +82,16 @@ def worker_program(settings: JobSettings) -> Iterator[Program]:
 
 
 class _Started:
-    """A process that was spawned, or forked by multiprocessing's own server."""
+    """A process that was spawned, or forked by multiprocessing's own server.
 
-    def __init__(self, method: str, args: tuple[Any, ...]) -> None:
-        self._process = multiprocessing.get_context(method).Process(target=run_spawned, args=args)  # type: ignore[attr-defined]
+    That server does not ignore the signals that a scheduler sends to all processes of a job. multiprocessing then takes
+    what it has forked for ended, with exit code 255, although the workers may be handing over their state.
+    """
+
+    def __init__(self, method: str, call: Call, place: Place) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self._process = context.Process(target=run_spawned, args=(*call, place))
+        self._result_file = Path(place.result_file)
         try:
             self._process.start()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -92,7 +106,18 @@ class _Started:
 
     def poll(self) -> int | None:
         exit_code: int | None = self._process.exitcode
-        return exit_code
+        if exit_code != _SERVER_GONE:
+            return exit_code
+        if _is_running(self.pid):
+            return None
+        return 0 if self._result_file.exists() else exit_code
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return False
 
 
 class _FunctionContext(PContext):
@@ -131,6 +156,9 @@ class _FunctionContext(PContext):
         try:
             return pickle.loads(self._result_file.read_bytes())
         except FileNotFoundError:
+            return None
+        except Exception as error:  # unpickling runs code of the user's classes
+            logger.warning("what the function of a worker has returned cannot be read here, and is None: %s", error)
             return None
         finally:
             self._result_file.unlink(missing_ok=True)
