@@ -21,7 +21,7 @@ from etc_agent.reconfig.records import (
     first_refusal,
     slowest,
 )
-from etc_agent.reconfig.requests import met
+from etc_agent.reconfig.requests import answer_meanwhile, met
 from etc_agent.reconfig.sizing import is_met
 from etc_agent.reconfig.view import Decision, View, Wait, Write
 from etc_agent.reconfig.wanted import parse_wanted
@@ -48,7 +48,7 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
     else:
         counting = old + new if armed else old
     if (decision := lost_or_failed(view, committed, counting)) is not None:
-        return decision
+        return answer_meanwhile(view, decision)
     if armed:
         missing = view.lost(nodes)
         if any(ack.refusal for ack in new):

@@ -23,7 +23,7 @@ from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.following import follow, stop_time
 from etc_agent.reconfig.given_up import only_of_the_model, retry_in_s, with_refusal
 from etc_agent.reconfig.records import Current, Outcome, Phase, Refusal, Reply, Request, Result, first_refusal
-from etc_agent.reconfig.requests import is_starting, met
+from etc_agent.reconfig.requests import answer_meanwhile, is_starting, met, reply_to, take_up
 from etc_agent.reconfig.sizing import (
     NotDescribed,
     PutOffError,
@@ -36,9 +36,6 @@ from etc_agent.reconfig.sizing import (
 )
 from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
 from etc_agent.reconfig.wanted import parse_wanted
-
-_MOST_SHOWN = 200
-"""Characters of a request that are repeated to whoever made it."""
 
 
 def decide(view: View) -> Decision:
@@ -118,7 +115,7 @@ def _steady(view: View, committed: Generation) -> Decision:
     if committed.is_fresh and (refusal := first_refusal(ack.refusal for ack in acks if ack.refusal)):
         return _without(view, committed, refusal)
     if (decision := lost_or_failed(view, committed, acks)) is not None:
-        return _answer_meanwhile(view, decision)
+        return answer_meanwhile(view, decision)
     if any(ack.finished for ack in acks):
         return Wait()
     if (history := stop_time(view, committed, acks)) is not None:
@@ -230,34 +227,14 @@ def _placement(view: View, committed: Generation, config: ParallelConfig) -> Pla
 # ---- a request ----------------------------------------------------------------------------------------------------
 
 
-def _take_up(view: View, request: Request) -> Current | Write:
-    """`current` with `request` as what is wanted, or the refusal of a request that could never be met."""
-    current = replace(view.current, handled_scale=request.revision)
-    try:
-        wanted = parse_wanted(request.text)
-    except ValueError as error:
-        return Write(current, reply=_reply(request, Result.REFUSED, str(error)))
-    # Whoever asks anew knows more than what went wrong before.
-    asked = replace(view, current=replace(current, given_up=()))
-    if why := check(asked, wanted):
-        return Write(current, reply=_reply(request, Result.REFUSED, why))
-    return replace(
-        asked.current,
-        wanted=request.text.strip(),
-        wanted_before=view.current.wanted,
-        pending_scale=request.revision,
-        pending_since=view.current.committed,
-    )
-
-
 def _answer(view: View, request: Request) -> Decision:
-    current = _take_up(view, request)
+    current = take_up(view, request)
     if isinstance(current, Write):
         return current
     wanted = parse_wanted(request.text)
 
     def reply(result: Result, message: str) -> Reply:
-        return _reply(request, result, message)
+        return reply_to(request, result, message)
 
     asked = replace(view, current=current)
     try:
@@ -277,26 +254,7 @@ def _answer(view: View, request: Request) -> Decision:
     return _adjust(asked, view.committed, current, reply(Result.ACCEPTED, f"changing to {config}"))
 
 
-def _answer_meanwhile(view: View, decision: Decision) -> Decision:
-    """`decision`, about workers or nodes that are gone; where that is to wait, a new request has its answer first."""
-    request = view.scale
-    if not isinstance(decision, Wait) or view.paused or request is None:
-        return decision
-    if request.revision <= view.current.handled_scale:
-        return decision
-    current = _take_up(view, request)
-    if isinstance(current, Write):
-        return current
-    waiting = decision.why or "workers are lost, and what is left is being found out"
-    return Write(current, reply=_reply(request, Result.PENDING, waiting))
-
-
 # ---- words --------------------------------------------------------------------------------------------------------
-
-
-def _reply(request: Request, result: Result, message: str) -> Reply:
-    shown = request.text if len(request.text) <= _MOST_SHOWN else request.text[:_MOST_SHOWN] + "..."
-    return Reply(shown, request.revision, result, message)
 
 
 def _is_asked_for(current: Current, config: ParallelConfig) -> bool:

@@ -1,11 +1,18 @@
-"""What is said to whoever asked for a size, once the job has it."""
+"""Requests for a size: what is taken up, and what is said to whoever asked."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.member import base_of
-from etc_agent.reconfig.records import Reply, Result
-from etc_agent.reconfig.view import View
+from etc_agent.reconfig.records import Current, Reply, Request, Result
+from etc_agent.reconfig.sizing import check
+from etc_agent.reconfig.view import Decision, View, Wait, Write
+from etc_agent.reconfig.wanted import parse_wanted
+
+_MOST_SHOWN = 200
+"""Characters of a request that are repeated to whoever made it."""
 
 
 def met(view: View, reached: Generation, message: str) -> Reply:
@@ -31,3 +38,43 @@ def is_starting(view: View, committed: Generation) -> bool:
     if not committed.is_fresh or view.phase_s >= view.policy.start_s:
         return False
     return not all(ack.in_session for ack in acks) and not any(ack.is_plain for ack in acks)
+
+
+def take_up(view: View, request: Request) -> Current | Write:
+    """`current` with `request` as what is wanted, or the refusal of a request that could never be met."""
+    current = replace(view.current, handled_scale=request.revision)
+    try:
+        wanted = parse_wanted(request.text)
+    except ValueError as error:
+        return Write(current, reply=reply_to(request, Result.REFUSED, str(error)))
+    # Whoever asks anew knows more than what went wrong before.
+    asked = replace(view, current=replace(current, given_up=()))
+    if why := check(asked, wanted):
+        return Write(current, reply=reply_to(request, Result.REFUSED, why))
+    return replace(
+        asked.current,
+        wanted=request.text.strip(),
+        wanted_before=view.current.wanted,
+        pending_scale=request.revision,
+        pending_since=view.current.committed,
+    )
+
+
+def answer_meanwhile(view: View, decision: Decision) -> Decision:
+    """`decision`, about workers or nodes that are gone; where that is to wait, a new request has its answer first."""
+    request = view.scale
+    if not isinstance(decision, Wait) or view.paused or request is None:
+        return decision
+    if request.revision <= view.current.handled_scale:
+        return decision
+    current = take_up(view, request)
+    if isinstance(current, Write):
+        return current
+    waiting = decision.why or "workers are lost, and what is left is being found out"
+    return Write(current, reply=reply_to(request, Result.PENDING, waiting))
+
+
+def reply_to(request: Request, result: Result, message: str) -> Reply:
+    """An answer to `request`."""
+    shown = request.text if len(request.text) <= _MOST_SHOWN else request.text[:_MOST_SHOWN] + "..."
+    return Reply(shown, request.revision, result, message)

@@ -24,7 +24,7 @@ import os, pathlib, sys, time
 begin, partial = time.time(), pathlib.Path(f"{sys.argv[1]}/partial-{os.getpid()}")
 while True:
     partial.write_text(f"{begin} {time.time()}")
-    partial.rename(f"{sys.argv[1]}/life-{sys.argv[2]}-{os.getpid()}")
+    partial.rename(f"{sys.argv[1]}/life-{os.environ['NODE']}-{os.getpid()}")
     time.sleep(0.05)
 """
 """It has no session and needs nobody. Its file says from when to when it was there, and on which node."""
@@ -41,7 +41,8 @@ def node(tmp_path: Path, name: str, number: int, endpoint: str) -> EtcRun:
     script.write_text(SCRIPT)
     return EtcRun(
         "--nnodes", "1:1", "--nproc-per-node", 1, "--rdzv-id", "job", "--rdzv-conf", f"lease_s={LEASE_S},start_s=1",
-        "--etcd-endpoints", endpoint, "--local-addr", f"127.0.0.{number}", script, tmp_path, name, cwd=tmp_path,
+        "--etcd-endpoints", endpoint, "--local-addr", f"127.0.0.{number}", script, tmp_path, cwd=tmp_path,
+        environment={"NODE": name},
     )
 
 

@@ -19,8 +19,7 @@ FENCING = Fencing(10.0)
 def policy(min_nodes: int = 1, max_nodes: int = 3) -> Policy:
     return Policy(
         min_nodes, max_nodes, num_slots=2, max_restarts=1000, alike_failures=0, start_s=5.0, prepare_s=20.0,
-        switch_s=40.0, lost_s=FENCING.trust_s, fence_s=FENCING.fence_s,
-        retry_s=1.0,
+        switch_s=40.0, retry_s=1.0, lost_s=FENCING.trust_s, fence_s=FENCING.fence_s,
     )
 
 

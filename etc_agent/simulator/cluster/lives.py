@@ -13,16 +13,16 @@ from random import Random
 from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.choose import NoConfigError
-from etc_agent.reconfig.given_up import only_of_the_model
 from etc_agent.reconfig.records import FailureKind, Result
 from etc_agent.reconfig.sizing import NotDescribed, meeting
 from etc_agent.reconfig.view import View
 from etc_agent.reconfig.wanted import parse_wanted
+from etc_agent.simulator.cluster.workers import Model
 from etc_agent.simulator.cluster.world import ETCD, World
 
 NAMES = ("a", "b", "c", "d")
 SIZES = ("1", "2", "3", "4", "6", "8", "nodes=1", "nodes=2", "PP2TP1DP1", "PP3TP2", "max", "x")
-_PEACE_S = 120.0
+PEACE_S = 120.0
 
 
 class BrokenPromise(AssertionError):
@@ -66,8 +66,11 @@ class Life:
             agent.is_frozen, agent.renewal_s = False, 0.0
             for worker in agent.workers.values():
                 worker.prepare(world.model)
-        world.run(_PEACE_S)
-        self._check()
+        world.run(PEACE_S)
+        try:
+            check(world)
+        except BrokenPromise as broken:
+            raise BrokenPromise("\n".join([str(broken), *self.story, str(world.etcd.records.current)])) from None
 
     # ---- what can happen --------------------------------------------------------------------------------------
 
@@ -180,35 +183,46 @@ class Life:
         self._tell("paused" if paused else "goes on")
         self.world.etcd.change(paused=paused)
 
-    # ---- what must be true ------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        world, records = self.world, self.world.etcd.records
-        leader = world.agents.get(records.leader)
-        if world.is_over or leader is None:
-            self._promise(world.is_over or not world.agents, "nobody leads")
-            return
-        view = leader.view()
-        wanted = _meeting(view)
-        if records.scale is not None:
-            answers = [reply for reply in world.etcd.replies if reply.revision == records.scale.revision]
-            self._promise(bool(answers) or view.is_below_min, f"no answer to {records.scale.text!r}")
-            is_final = bool(answers) and answers[-1].result not in (Result.ACCEPTED, Result.PENDING)
-            self._promise(is_final or wanted is None or view.is_below_min, "a request stays open")
-        if not view.is_below_min:
-            self._promise(world.trains(), "a job that can train does not")
-            is_it = wanted in (None, world.committed.config)
-            self._promise(is_it, f"it trains as {world.committed.config}, and {wanted} is wanted and possible")
+def check(world: World) -> None:
+    """What must be true of a cluster after a time of peace.
 
-    def _promise(self, is_kept: bool, what: str) -> None:
-        if not is_kept:
-            raise BrokenPromise("\n".join([what, *self.story, str(self.world.etcd.records.current)]))
+    Raises:
+        BrokenPromise: it is not.
+    """
+    records = world.etcd.records
+    leader = world.agents.get(records.leader)
+    if world.is_over or leader is None:
+        _promise(world.is_over or not world.agents, "nobody leads")
+        return
+    view = leader.view()
+    wanted = _meeting(view, world.model)
+    if records.scale is not None:
+        answers = [reply for reply in world.etcd.replies if reply.revision == records.scale.revision]
+        _promise(bool(answers), f"no answer to {records.scale.text!r}")
+        is_final = answers[-1].result not in (Result.ACCEPTED, Result.PENDING)
+        _promise(is_final or wanted is None or view.is_below_min, "a request stays open")
+    if not view.is_below_min:
+        _promise(world.trains(), "a job that can train does not")
+        is_it = wanted in (None, world.committed.config)
+        _promise(is_it, f"it trains as {world.committed.config}, and {wanted} is wanted and possible")
 
 
-def _meeting(view: View) -> ParallelConfig | None:
-    """The config that the wanted size means on the nodes that are here; None where they do not suffice."""
+def _promise(is_kept: bool, what: str) -> None:
+    if not is_kept:
+        raise BrokenPromise(what)
+
+
+def _meeting(view: View, model: Model) -> ParallelConfig | None:
+    """The config that the wanted size means on the nodes that are here, whatever was tried in vain before; None where
+    they do not suffice."""
+    impossible = {ParallelConfig.parse(config): why for config, why in model.impossible.items()}
+    fresh = replace(
+        view,
+        current=replace(view.current, given_up=()),
+        descriptions={**view.descriptions, **impossible},
+    )
     try:
-        as_if_nothing_had_been = replace(view, current=only_of_the_model(view.current))
-        return meeting(as_if_nothing_had_been, parse_wanted(view.current.wanted), view.num_usable_slots)
+        return meeting(fresh, parse_wanted(view.current.wanted), view.num_usable_slots)
     except (NoConfigError, NotDescribed):
         return None
