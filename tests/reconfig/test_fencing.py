@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import ELASTIC, started
 
 from etc_agent.reconfig.fencing import FOR_EVER, Contact, Evidence, Fencing, Word
-from etc_agent.reconfig.records import Failure, FailureKind
+from etc_agent.reconfig.records import Failure, FailureKind, Result
+from etc_agent.reconfig.view import Policy, uncleared
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 LEASES = st.integers(4, 120).map(Fencing)
@@ -169,3 +172,30 @@ def test_an_agent_that_takes_over_a_name_starts_nothing_in_a_generation_that_was
     assert cluster.committed.is_fresh
     assert set(cluster.committed.nodes) == {"a", "b"}
     cluster.assert_consistent()
+
+
+def test_a_request_that_comes_while_nodes_are_waited_for_has_its_answer() -> None:
+    cluster = started(Policy(2, 3, num_slots=2), "a", "b")
+    cluster.lose("a")
+    cluster.is_quiet = False
+    for text, result in (("2", Result.PENDING), ("nonsense", Result.REFUSED)):
+        cluster.ask(text)
+        cluster.run()
+        assert cluster.replies[-1].request == text
+        assert cluster.replies[-1].result is result
+    assert cluster.current.committed == 1
+
+
+def test_workers_of_a_fresh_generation_start_when_those_before_have_ended_everywhere() -> None:
+    cluster = started(ELASTIC, "a", "b", hooked=False)
+    before = cluster.nodes["a"]
+    cluster.fail("b", 0, Failure("b/0", FailureKind.RAISED, 1, "ValueError: once"))
+    view = cluster.view()
+    fresh = replace(view.generations[1], id=2)
+    waiting = replace(view, current=replace(view.current, committed=2), generations={**view.generations, 2: fresh})
+    assert before.cleared == 1
+    assert uncleared(view) == frozenset()
+    assert uncleared(waiting) == {"a", "b"}
+    gone = replace(waiting, nodes=(), absent_s={"a": 0.0, "b": ELASTIC.fence_s}, cleared={"a": 1, "b": 1})
+    assert uncleared(gone) == {"a"}, "b must have stopped its workers by itself"
+    assert uncleared(replace(gone, cleared={"a": 2})) == frozenset(), "a said so before it left"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from etc_agent.agent.safety.words import LONGEST_BYTES, Speaker
 from etc_agent.reconfig.fencing import Word
+from etc_agent.rendezvous.addresses import listen_at
 
 _CALLER_S = 2.0
 _BACKLOG = 1024
@@ -72,10 +73,9 @@ class ContactPoint:
 
 
 def _listen(address: str) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-    except OSError:
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
+    listener = listen_at(address)
+    if listener is not None:
+        return listener
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)

@@ -38,17 +38,8 @@ from etc_agent.reconfig.records import (
     Request,
 )
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write, is_used, store_of, uncleared
-from etc_agent.state.boxes import Box
-from etc_agent.state.layout import Layout, LogicalTensor, Shard
-
-
-def layout_of(config: ParallelConfig) -> Layout:
-    """One tensor of 48 rows, cut over pp and tp."""
-    tensor, parts = LogicalTensor("w", (48, 4), "float32", 4), config.pp * config.tp
-    ranks = [config.coordinate(rank) for rank in range(config.num_ranks)]
-    return tuple(
-        (Shard(tensor, Box(((at.pp * config.tp + at.tp) * 48 // parts, 0), (48 // parts, 4))),) for at in ranks
-    )
+from etc_agent.simulator.cluster.workers import layout_of
+from etc_agent.state.layout import Layout
 
 
 @dataclass
