@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+import etc_agent
+from etc_agent.control import causes
 from etc_agent.control.causes import ErrorKind, kind_in_text, kind_of
 from etc_agent.errors import ConfigRefusedError, PeerLostError, RelayedError
 from tests.forkserver import context
@@ -158,3 +160,12 @@ def test_a_killed_peer_is_told_from_an_error_of_ones_own(way: str, kind: ErrorKi
     for process in processes:
         process.join(60)
     assert (tmp_path / "kinds").read_text() == f"{kind} {kind}"
+
+
+@pytest.mark.parametrize("part", [*causes._ONLY_WAITS, *causes._ALSO_WAITS])
+def test_every_place_that_counts_exists(part: str) -> None:
+    """A file that is renamed would be judged as any other."""
+    for package in (Path(etc_agent.__file__), Path(torch.__file__)):
+        if (package.parents[1] / part.strip("/")).exists():
+            return
+    raise AssertionError(f"{part} is neither ours nor torch's")

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import etc_agent as etc
 from etc_agent.integrations.native import shards_of
 from etc_agent.migration.keep import KeepingMigration
+from etc_agent.migration.release import ReleasingMigration
 from etc_agent.worker.change.errors import SwitchError
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.shard_files import write_shards
@@ -222,21 +223,25 @@ def living() -> dict[str, int]:
 def die_midway(after: float, migration: int = 1) -> None:
     """Have this process die by SIGKILL in its so many-th migration, when the part `after` of what it sends and receives
     is done."""
-    run, begun = KeepingMigration.run, 0
+    begun = 0
 
-    def run_and_die(self: KeepingMigration, progress: Any = None) -> Any:
-        nonlocal begun
-        begun += 1
-        if begun < migration:
-            return run(self, progress)
-        die(0, 1)
-        return run(self, die)
+    def dying(run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_die(self: Any, progress: Any = None) -> Any:
+            nonlocal begun
+            begun += 1
+            if begun < migration:
+                return run(self, progress)
+            die(0, 1)
+            return run(self, die)
+
+        return run_and_die
 
     def die(done: int, total: int) -> None:
         if done >= after * total:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    KeepingMigration.run = run_and_die  # type: ignore[method-assign]
+    for mode in (KeepingMigration, ReleasingMigration):
+        mode.run = dying(mode.run)  # type: ignore[method-assign]
 
 
 @contextmanager
