@@ -258,7 +258,8 @@ class MiniAgent:
         """Every line that every worker has logged, oldest first."""
         lines = []
         for path in self.directory.glob("steps-*.jsonl"):
-            lines += [json.loads(line) for line in path.read_text().splitlines()]
+            # A worker may be writing its last one.
+            lines += [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         return sorted(lines, key=lambda line: (line["step"], line["rank"]))
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
