@@ -51,9 +51,7 @@ def by_step(lines: list[dict[str, Any]], key: str) -> dict[int, dict[str, Any]]:
     ("optimizer", "actions", "migration"),
     [
         ("AdamW", [[2, "freeze"], [3, "unfreeze"], [4, "add group"]], "auto"),
-        ("SGD dampening", [[2, "freeze"], [3, "unfreeze"]], "auto"),
         ("numbers per parameter", [[2, "freeze"], [3, "unfreeze"]], "release"),
-        ("Adafactor", [], "auto"),
         ("slow weights", [[3, "unfreeze"]], "auto"),
         ("quantised", [], "auto"),
     ],
