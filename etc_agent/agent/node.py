@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
+from etc_agent.agent.ending import Facts, end_of
 from etc_agent.agent.etcd import Followed
 from etc_agent.agent.inbox import ForWorkers, Inbox, Item, Preempted, Said, Signal
 from etc_agent.agent.job_end import JobEnd
@@ -94,7 +95,6 @@ class NodeAgent:
         self._become(replace(record, contact_port=self._fence.port))
         self._is_cut_off = False
         self._lost_up_to = earlier_generation
-        self._cut_off_since = float("inf")
         self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
         self._election: Election | None = None
         self._acks: dict[int, Ack] = {}
@@ -218,18 +218,12 @@ class NodeAgent:
             if not self._is_cut_off:
                 logger.error("%s: its workers are stopped, and it joins again when etcd answers", why)
                 self._is_cut_off = True
-                self._lost_up_to, self._cut_off_since = records.current.next_id - 1, time.monotonic()
+                self._lost_up_to = records.current.next_id - 1
                 self._become(replace(self._record, instance=uuid.uuid4().hex))
             self._workers.stop_all(0.0)
             if not self._workers.are_running:
                 self._is_cut_off = False
                 self._fence.lift()
-        limit_s = self._settings.timeouts.join_s
-        if self._membership.is_registered:
-            self._cut_off_since = float("inf")
-        elif time.monotonic() - self._cut_off_since > limit_s and not self._is_stopping:
-            logger.error("etcd has not answered for %g s (timeouts.join_s) since the workers were stopped", limit_s)
-            self._stop_now()
         if self._membership.is_name_taken and not self._is_stopping:
             logger.error("another node has registered as %s meanwhile; stopping", self._record.name)
             self._stop_now()
@@ -359,40 +353,35 @@ class NodeAgent:
         )
 
     def _ended(self, records: JobRecords) -> int | None:
+        now = time.monotonic()
         if self._workers.are_running or self._mirror.is_connected:
-            self._alone_since = time.monotonic()
+            self._alone_since = now
         if self._workers.are_running:
             return None
-        signals, has_finished = self._leaving.signals, self._has_finished(records)
-        if self._is_stopping:
-            return 0 if has_finished else 128 + signals[-1] if signals else 1
-        current = records.current
-        if current.outcome is Outcome.STOPPED and signals:
-            return 128 + signals[0]
-        if current.outcome is not Outcome.RUNNING:
-            if current.outcome is not Outcome.SUCCEEDED and records.leader != self._record.name:
-                logger.error("the job %s: %s", current.outcome, current.why)
-            return current.exit_code
-        is_alone = all(node.name == self._record.name for node in records.nodes)
-        if self._is_leaving(records) and (current.committed or not is_alone):
-            members = [records.generations.get(g) for g in (current.committed, current.proposed)]
-            if not any(g is not None and self._record.name in g.nodes for g in members):
-                logger.info("this node has left the job")
-                self._forget_drain(records)
-                return 0
-        return None if self._mirror.is_connected else self._ended_without_etcd(has_finished=has_finished)
-
-    def _ended_without_etcd(self, *, has_finished: bool) -> int | None:
-        """How this node ends where it has no workers, and nobody can tell it how the job has ended."""
-        timeouts, waited_s = self._settings.timeouts, time.monotonic() - self._alone_since
-        if has_finished and (waited_s >= timeouts.end_s or self._leaving.is_told):
-            what = "every worker of this node has finished; etcd has not answered for %.0f s since (timeouts.end_s)"
-            logger.warning(what, waited_s)
-            return 0
-        if not has_finished and waited_s >= timeouts.join_s:
-            logger.error("this node has no workers, and etcd has not answered for %.0f s (timeouts.join_s)", waited_s)
-            return self._workers.exit_code or 1
-        return None
+        name, current = self._record.name, records.current
+        members = [records.generations.get(g) for g in (current.committed, current.proposed)]
+        end = end_of(
+            Facts(
+                current,
+                has_finished=self._has_finished(records),
+                failed_with=self._workers.exit_code,
+                is_member=any(generation is not None and name in generation.nodes for generation in members),
+                is_alone=all(node.name == name for node in records.nodes),
+                is_leader=records.leader == name,
+                is_told_to_leave=self._is_leaving(records),
+                signals=tuple(self._leaving.signals),
+                is_stopping=self._is_stopping,
+                unheard_s=None if self._mirror.is_connected else now - self._alone_since,
+            ),
+            self._settings.timeouts,
+        )
+        if end is None:
+            return None
+        if end.why:
+            logger.log(end.level, "%s", end.why)
+        if end.has_left:
+            self._forget_drain(records)
+        return end.exit_code
 
     def _has_finished(self, records: JobRecords) -> bool:
         """Whether this node has workers, and all of them have run to their end."""

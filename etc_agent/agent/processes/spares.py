@@ -73,7 +73,8 @@ class Spares:
             if spare.process.poll() is not None:
                 self._remove(index)
                 self._retry_at, self._retry_s = time.monotonic() + self._retry_s, min(2 * self._retry_s, _MOST_RETRY_S)
-                logger.warning("the spare in slot %d ended with exit code %s", index, spare.process.exit_code)
+                if index in indices:
+                    logger.warning("the spare in slot %d ended with exit code %s", index, spare.process.exit_code)
             elif index not in indices:
                 self._end(index)
         if time.monotonic() < self._retry_at:
