@@ -76,8 +76,9 @@ def test_a_script_in_a_spare_finds_what_it_finds_in_python(
         "raise ValueError('in a spare')\n"
     )
     options = ("--parallel", "PP1TP1DP1", "--rdzv-conf", "start_s=1")
-    job = cleanup(standalone(tmp_path, *how, "an argument", slots=2, options=options))
-    warm_spare_of(job)
+    environment = {"ETC_SPARES": "warm", "ETC_LOG_LEVEL": "DEBUG"}
+    job = cleanup(standalone(tmp_path, *how, "an argument", slots=2, options=options, environment=environment))
+    job.wait_for("the spare in slot 1 is ready")
     (cold,) = wait_until(lambda: list(tmp_path.glob("seen-cold-*")), "the cold worker")
     etcd_of(job).scale("2")
     (warm,) = wait_until(lambda: list(tmp_path.glob("seen-warm-*")), "the warm worker")

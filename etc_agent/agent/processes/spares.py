@@ -89,6 +89,7 @@ class Spares:
         spare = self._spares.get(hello.local_rank)
         if spare is not None and spare.process.pid == hello.pid:
             spare.channel = channel
+            logger.debug("the spare in slot %d is ready", hello.local_rank)
 
     def take(self, index: int, environment: Mapping[str, str]) -> tuple[WorkerProcess, Path | None] | None:
         """Make the spare in slot `index` a worker with `environment`. None where there is none to be had."""
