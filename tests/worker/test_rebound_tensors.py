@@ -1,4 +1,4 @@
-"""A script gives its tensors other memory between the preparation of a change and the switch, in `keep` mode."""
+"""A script gives its tensors other memory between the preparation of a change and the switch."""
 
 from __future__ import annotations
 
@@ -49,6 +49,18 @@ def test_the_values_that_tensors_have_at_the_switch_move(tmp_path: Path) -> None
             old = gathered(agent.verify_dir, generation.id, "old", before.num_ranks)
             new = gathered(agent.verify_dir, generation.id, "new", generation.config.num_ranks)
             assert_same_bits(old, new)
+        agent.last_step_in(3)
+        assert set(agent.finish().values()) == {0}
+
+
+def test_in_release_mode_the_present_values_move_too(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02, fault={"migration": "release"}) as agent:
+        agent.start("PP2")
+        generation, everyone = prepared_and_rebound(agent, "exchange_weights load_moments exchange_moments new_memory")
+        agent.commit(generation, everyone)
+        agent.first_steps()
+        old, new = (gathered(agent.verify_dir, generation.id, side, ranks) for side, ranks in (("old", 2), ("new", 4)))
+        assert_same_bits(old, new)
         agent.last_step_in(3)
         assert set(agent.finish().values()) == {0}
 
