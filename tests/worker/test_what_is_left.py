@@ -9,7 +9,10 @@ from mini_agent import NODE, MiniAgent
 from etc_agent.control.messages import Armed, Prepared, Refused
 from etc_agent.parallel.topology import Slot
 
-ONE = {"TrainState": 1, "World": 1, "LiveGeneration": 1, "PreparedGeneration": 0, "KeepingMigration": 0}
+ONE = {
+    "TrainState": 1, "World": 1, "LiveGeneration": 1, "PreparedGeneration": 0, "KeepingMigration": 0,
+    "ReleasingMigration": 0,
+}
 """What a worker holds between two changes."""
 
 
