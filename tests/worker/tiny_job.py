@@ -216,7 +216,7 @@ def hang_in_connecting() -> None:
 def living() -> dict[str, int]:
     """How many objects of those kinds are referred to in this process."""
     gc.collect()
-    kinds = (etc.TrainState, World, LiveGeneration, PreparedGeneration, KeepingMigration)
+    kinds = (etc.TrainState, World, LiveGeneration, PreparedGeneration, KeepingMigration, ReleasingMigration)
     return {kind.__name__: sum(isinstance(each, kind) for each in gc.get_objects()) for kind in kinds}
 
 
