@@ -298,12 +298,15 @@ class NodeAgent:
                     self._workers.tell(index, generation_id, message)
 
     def _idle_slots(self, records: JobRecords) -> frozenset[int]:
-        """The slots that should hold a spare: those without a worker, once the workers are under way."""
+        """The slots that should hold a spare: those without a worker, once the workers are under way. A spare in a slot
+        that a new generation uses stays until it is taken: the workers of the one before have to end first."""
         if self._is_stopping or self._is_leaving(records):
             return frozenset()
         if records.current.outcome is not Outcome.RUNNING or not self._workers.are_under_way(_UNDER_WAY_S):
             return self._starter.spares.indices
-        return member.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
+        idle = member.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
+        busy = {worker.slot.index for worker in self._workers.all() if worker.process.exit_code is None}
+        return idle | (self._starter.spares.indices - busy)
 
     def _acknowledge(self, records: JobRecords) -> None:
         if not self._acknowledgements.are_due(time.monotonic()):
