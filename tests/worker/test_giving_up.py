@@ -82,6 +82,21 @@ def test_a_change_whose_peer_hangs_when_memory_is_allocated_is_freed_as_soon_as_
         assert_the_next_change_keeps(agent, 3)
 
 
+def test_a_change_begins_when_the_build_of_the_one_that_was_given_up_has_ended(tmp_path: Path) -> None:
+    with MiniAgent(tmp_path, pause_s=0.02, verify=False, timeout_s=30.0, fault={"slow_build": 2}) as agent:
+        agent.start("PP2")
+        agent.wait_for(lambda: {line["rank"] for line in agent.steps()} == {0, 1}, "the first steps")
+        generation, everyone = agent.prepare("TP2")
+        for rank in (0, 1):
+            agent.wait_for(lambda rank=rank: "begun 2" in latest(agent, rank)["builds"], "the build to begin")
+        agent.withdraw(generation, everyone)
+        agent.change("DP2")
+        agent.first_steps()
+        agent.wait_for(lambda: {line["rank"] for line in agent.steps() if line["generation"] == 3} == {0, 1}, "steps")
+        for rank in (0, 1):
+            assert latest(agent, rank)["builds"] == ["built 1", "begun 2", "built 2", "built 3"]
+
+
 def test_cutting_a_change_leaves_the_sockets_of_others_alone() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(listener.getsockname())

@@ -34,6 +34,11 @@ def see_one_generation(agent: MiniAgent, after: str) -> None:
     agent.wait_for(lambda: held() == dict.fromkeys(ranks, ONE), f"one generation after {after}")
 
 
+def see_all_prepared(agent: MiniAgent, generation: int, everyone: list[Slot]) -> None:
+    answers = [agent.hear(each, Prepared, Refused, generation=generation) for each in everyone]
+    assert all(isinstance(answer, Prepared) for answer in answers), answers
+
+
 def test_no_rank_keeps_another_generation_after_any_kind_of_change(tmp_path: Path) -> None:
     fault = {"counts": True, "forget_scheduler": [5, 1]}
     with MiniAgent(tmp_path, pause_s=0.02, verify=False, timeout_s=30.0, fault=fault) as agent:
@@ -52,8 +57,8 @@ def test_no_rank_keeps_another_generation_after_any_kind_of_change(tmp_path: Pat
 
         generation, everyone = agent.prepare("TP2")
         assert generation.id == 5
+        see_all_prepared(agent, generation.id, everyone)
         for each in everyone:
-            agent.hear(each, Prepared, generation=generation.id)
             agent.send(each, Armed(generation.id))
         for each in everyone:
             agent.hear(each, Refused, generation=generation.id)
@@ -66,14 +71,12 @@ def test_no_rank_keeps_another_generation_after_any_kind_of_change(tmp_path: Pat
         see_one_generation(agent, "a config that the model refuses")
 
         generation, everyone = agent.prepare("PP3")
-        for each in everyone:
-            agent.hear(each, Prepared, generation=generation.id)
+        see_all_prepared(agent, generation.id, everyone)
         agent.withdraw(generation, everyone)
         see_one_generation(agent, "a change that was prepared and withdrawn")
 
         generation, everyone = agent.prepare("PP3")
-        for each in everyone:
-            agent.hear(each, Prepared, generation=generation.id)
+        see_all_prepared(agent, generation.id, everyone)
         agent.send(slot(0), Armed(generation.id))
         agent.withdraw(generation, everyone)
         see_one_generation(agent, "a change that was withdrawn when one worker was armed")

@@ -64,6 +64,8 @@ class Block(nn.Module):
 
 
 LIVE: dict[str, Any] = {"model": None}
+BUILDS: list[str] = []
+"""What the calls of build() in this process have come to, in that order."""
 WALKERS: set[str] = set()
 """Names of the threads other than the main one that have walked through the live model."""
 
@@ -90,6 +92,10 @@ def build(parallel: etc.ParallelContext) -> etc.TrainState:
         raise ValueError(f"{parallel.config}: {layers()} layers cannot fill pp={pp} stages")
     if (parallel.generation, parallel.rank) == (1, FAULT.get("refusing_rank")):
         raise ValueError(f"rank {parallel.rank} has no data")
+    if FAULT.get("slow_build") == parallel.generation:
+        BUILDS.append(f"begun {parallel.generation}")
+        time.sleep(3.0)
+    BUILDS.append(f"built {parallel.generation}")
     stage = parallel.coordinate.pp
     model = Stage(range(stage * layers() // pp, (stage + 1) * layers() // pp))
     if tp > 1:
@@ -293,6 +299,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 "lr": session.state.optimizer.param_groups[0]["lr"], "time": time.time(),
                 "fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task")),
                 "python_threads": sorted(thread.name for thread in threading.enumerate()), "walkers": sorted(WALKERS),
+                "builds": list(BUILDS),
                 "living": living() if fault.get("counts") else {},
                 "own_steps": own.steps, "seen": sorted(seen.last),
                 "shared": Path("/proc/self/maps").read_text().count("memfd:etc-run-state"),
