@@ -85,3 +85,4 @@ def test_no_rank_keeps_another_generation_after_any_kind_of_change(tmp_path: Pat
         agent.change("TP2")
         see_one_generation(agent, "a description and a change")
         assert {tuple(line["walkers"]) for line in agent.steps()} == {()}, "the main thread alone walks live modules"
+        assert "whose values end with this one" not in agent.logs(), "views are made again"

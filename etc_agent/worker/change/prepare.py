@@ -18,6 +18,7 @@ import torch
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import RelayedError, one_line
 from etc_agent.integrations.native import TrainState, shards_of
+from etc_agent.integrations.tensors import all_tensors
 from etc_agent.migration.modes import Choice, ModeRequest, choose_mode, free_bytes
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
@@ -83,10 +84,12 @@ class OldSide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewSide:
-    """What this worker will hold. `stream`: the random stream that it takes over; it is in the `manifest`, too."""
+    """What this worker will hold. `stream`: the random stream that it takes over; it is in the `manifest`, too.
+    `views`: names of tensors that are views of others, and so in no manifest."""
 
     manifest: Manifest = ()
     stream: Shard | None = None
+    views: tuple[str, ...] = ()
 
 
 def prepare(
@@ -176,8 +179,9 @@ def _new_side(task: Task, state: TrainState | None, world: World | None) -> NewS
         return NewSide()
     with entered(world):
         manifest = tuple(shards_of(state))
+        views = tuple(sorted(all_tensors(state).keys() - {shard.tensor.name for shard in manifest}))
     stream = carried_stream(crew.new_rank, task.generation.config, task.previous.config, task.settings.device)
-    return NewSide(manifest if stream is None else (*manifest, stream), stream)
+    return NewSide(manifest if stream is None else (*manifest, stream), stream, views)
 
 
 def _mode_request(task: Task) -> ModeRequest:
@@ -190,7 +194,7 @@ def _mode_request(task: Task) -> ModeRequest:
 def _say(old: OldSide, new: NewSide, refusal: Refusal | None, request: ModeRequest) -> dict[str, Any]:
     return {
         "old": encode_manifest(tuple(old.sources)), "new": encode_manifest(new.manifest),
-        "refusal": refusal, "mode": asdict(request),
+        "views": new.views, "refusal": refusal, "mode": asdict(request),
     }
 
 
@@ -207,7 +211,8 @@ def _plan(task: Task, old: OldSide, said: Said, rows: Sequence[dict[str, Any]]) 
     """The mode and the plan, the same on every worker, from what all of them have said."""
     crew, generation = task.crew, task.generation
     before, after = ([decode_manifest(row[side]) for row in rows] for side in ("old", "new"))
-    dropped = check_carried(said, before, after)
+    views = {name for row in rows for name in row["views"]}
+    dropped = [name for name in check_carried(said, before, after) if name not in views]
     if crew.old_rank is not None:
         at = task.previous.config.coordinate(crew.old_rank)
         warn_of_losses(generation.id, dropped if crew.worker == 0 else (), old.holdings, at.dp == at.tp == 0)
