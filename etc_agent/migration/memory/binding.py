@@ -18,19 +18,19 @@ TensorOf = Callable[[Shard], torch.Tensor]
 
 
 class SharedPlaces(Protocol):
-    """Where the items of shared messages lie in memory that both ends have mapped, as bits."""
+    """Where the boxes of shared messages lie in memory that both ends have mapped, as integer tensors (`bits`)."""
 
     def outgoing(self, message: Message) -> tuple[torch.Tensor, ...]:
-        """Where this worker puts them."""
+        """Where this worker writes the boxes of `message`."""
 
     def incoming(self, message: Message) -> tuple[torch.Tensor, ...]:
-        """Where this worker finds them; empty if that is where they belong."""
+        """Where this worker reads the boxes of `message`; empty if they are already in their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundMessage:
-    """The flat bytes that the wire moves, none of a shared message, and the copies to make before a send or after a
-    receive, as bits."""
+    """The flat bytes that the wire moves (none for a shared message), and the copies to make before a send or after a
+    receive, as pairs of integer tensors."""
 
     message: Message
     buffer: torch.Tensor | None
@@ -46,7 +46,7 @@ class BoundRound:
 
 @dataclass(frozen=True, slots=True)
 class LocalCopies:
-    """What stays on its worker but has to change place, as bits."""
+    """Boxes that stay on this worker but have to be copied to another place, as pairs of integer tensors."""
 
     copy_to: tuple[torch.Tensor, ...]
     copy_from: tuple[torch.Tensor, ...]
@@ -59,7 +59,7 @@ class Binder:
     Args:
         source, target: the local tensors of old and new shards.
         wire_device: type of the devices whose memory the wire takes as it is.
-        shared: what to ask for shared messages.
+        shared: tells where shared messages lie.
     """
 
     source: TensorOf
@@ -74,7 +74,7 @@ class Binder:
         return sum(aligned(message.num_bytes) for message in staged)
 
     def bind(self, scheduled: Round, slot: torch.Tensor) -> BoundRound:
-        """The memory of one round. `slot` is a flat uint8 buffer of at least `staging_need_bytes`."""
+        """The memory of one round's messages. `slot` is a flat uint8 buffer of at least `staging_need_bytes`."""
         used = 0
 
         def staged(message: Message) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -113,7 +113,7 @@ class Binder:
         return BoundRound(tuple(sends), tuple(receives))
 
     def bind_local(self, refers: Sequence[Refer]) -> LocalCopies:
-        """The copies that `refers` ask for. A new shard that is its old one in the same memory needs none."""
+        """The copies that `refers` need. A new shard that keeps the memory of its old one needs none."""
         copy_to, copy_from = [], []
         for refer in refers:
             source = self.source(Shard(refer.tensor, refer.source_box))[refer.box.within(refer.source_box)]
@@ -124,7 +124,7 @@ class Binder:
         return LocalCopies(tuple(copy_to), tuple(copy_from))
 
     def _moves(self, view: torch.Tensor) -> bool:
-        # A new tensor that has no memory yet (meta) will be where the old ones are.
+        # A new tensor that has no memory yet (meta) will be on the same device as the old ones.
         return view.device.type in (self.wire_device, "meta")
 
     def source_view(self, transfer: Transfer) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Binder:
 
 
 def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """The two tensors are the same bytes in the same arrangement."""
+    """Whether two tensors have the same address, shape, strides and dtype."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape

@@ -1,4 +1,4 @@
-"""Tensors as plain bits, so that every dtype travels alike and no value is ever interpreted."""
+"""Tensors viewed as plain integers, so that every dtype is copied alike and no value is ever interpreted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from etc_agent.torch_private.tensors import copy_each
 
 _BITS_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""A dtype of each item size that every backend copies. The 16-byte one serves complex128 alone."""
+"""An integer dtype of each item size, which every backend can copy. The 16-byte one serves complex128 only."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -46,5 +46,5 @@ def finish_copies(device: torch.device) -> None:
 
 
 def touch(tensor: torch.Tensor) -> None:
-    """Write to every page, so that the page faults are paid now and not while training stands still."""
+    """Write to every page, so that page faults happen now and not while training stands still."""
     as_bytes(tensor).zero_()

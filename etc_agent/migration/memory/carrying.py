@@ -1,9 +1,8 @@
-"""Parts of old host tensors that stay on their worker in `release` mode: their pages are moved, not copied.
+"""Carrying: parts of old host tensors that stay on their worker in `release` mode have their pages moved, not copied.
 
-A matrix that is cut by rows, and then by rows in another way, keeps most of its rows on their worker. Their pages can
-be moved to the addresses of the new tensor (`recycling`) if a byte has the same offset within its page there as here;
-the start of the new tensor is chosen so that it has. The bytes before the first and after the last whole page are
-copied.
+A matrix that is sharded by rows before and after a change keeps most of its rows on the same worker. Their pages can be
+moved to the addresses of the new tensor (`recycling`) if each byte has the same offset within its page at both ends, so
+the start of the new tensor is chosen accordingly. The bytes before the first and after the last whole page are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from etc_agent.state.layout import Shard
 
 _SMALLEST_BYTES = 256 << 10
 _ALIGN_BYTES = 64
-"""Where a tensor may begin; what PyTorch's allocator aligns to."""
+"""Alignment of a tensor's first byte, as in PyTorch's allocator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Carry:
 
 
 def refers_to_carry(schedule: Schedule) -> dict[Shard, Refer]:
-    """New shard -> its largest part that is one run of bytes in both tensors and is not sent to another worker."""
+    """New shard -> the largest part of it that is contiguous in both tensors and is not sent to another worker."""
     sent: dict[Shard, list[Box]] = defaultdict(list)
     for scheduled in schedule.rounds:
         for message in scheduled.sends:
@@ -59,7 +58,7 @@ def refers_to_carry(schedule: Schedule) -> dict[Shard, Refer]:
 
 
 def carry_of(refer: Refer, source: torch.Tensor) -> Carry | None:
-    """How to carry `refer` from its old tensor; None where the new one could not be aligned."""
+    """How to carry `refer` out of its old tensor; None where the new tensor could not be aligned to it."""
     if source.device.type != "cpu" or not source.is_contiguous():
         return None
     itemsize = refer.tensor.itemsize

@@ -1,6 +1,6 @@
-"""When a worker's new shards come into being and its old ones may go, if both do not fit together (`release` mode).
+"""When a worker's new shards are allocated and its old ones freed, if both do not fit together (`release` mode).
 
-Pure: from the plan alone, so that the peak is known, and refused, before anything moves.
+Pure: derived from the plan alone, so that the peak is known, and too small a budget refused, before anything moves.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from etc_agent.state.layout import Shard
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`opens`: new shards that get memory before the step's messages are posted. `refers`: local copies made then.
-    `closes`: old shards that nobody needs once the step's messages are done."""
+    """`opens`: new shards allocated before the step's messages are posted. `refers`: local copies made then. `closes`:
+    old shards that are freed when the step's messages are done."""
 
     opens: tuple[Shard, ...]
     refers: tuple[Refer, ...]
@@ -33,12 +33,12 @@ class Lifetimes:
     rounds: tuple[Step, ...]
 
     def peak_bytes(self, old_bytes: int, freed_bytes: Mapping[Shard, int], window: int) -> int:
-        """Most bytes of old and new shards that the worker holds at once.
+        """The most bytes of old and new shards that the worker holds at one time.
 
         Args:
             old_bytes: what it holds at the start.
-            freed_bytes: what the close of an old shard gives back; nothing where others share its storage.
-            window: rounds in flight together: so many steps open before the first of them closes.
+            freed_bytes: old shard -> bytes freed when it closes; nothing where other tensors share its storage.
+            window: rounds in flight together: that many steps open before the first of them closes.
         """
         held = peak = old_bytes
 
@@ -65,9 +65,9 @@ class Lifetimes:
 def lifetimes_of(schedule: Schedule, sources: Iterable[Shard]) -> Lifetimes:
     """The lifetimes of one worker's shards.
 
-    A new shard opens with its first receive. One that is made of local parts alone opens where its old shards are last
-    sent from, so that they can go right after. Shards of whole refers keep their memory and appear nowhere. A worker
-    that leaves closes nothing: until it exits its copy is one that others can recover from.
+    A new shard opens with its first receive. One that is made of local parts only opens when its old shards have been
+    sent for the last time, so that these can be freed right after. Shards that are kept whole keep their memory and do
+    not appear here. A worker that leaves frees nothing: until it exits, the others can recover from its copy.
     """
     first_receive: dict[Shard, int] = {}
     last_send: dict[Shard, int] = {}
@@ -84,7 +84,7 @@ def lifetimes_of(schedule: Schedule, sources: Iterable[Shard]) -> Lifetimes:
         if not refer.is_whole:
             parts.setdefault(Shard(refer.tensor, refer.target_box), []).append(refer)
 
-    # Local steps are numbered up to -1, rounds from 0. The first local step only closes what nobody uses.
+    # Local steps are numbered up to -1, rounds from 0. The first local step only frees shards that nobody uses.
     opening: dict[Shard, int] = {}
     local: list[Shard] = []
     for target, refers in parts.items():
@@ -121,7 +121,7 @@ def lifetimes_of(schedule: Schedule, sources: Iterable[Shard]) -> Lifetimes:
 
 
 def default_budget_bytes(old_bytes: int, new_bytes: int, shard_bytes: Iterable[int]) -> int:
-    """The larger of old and new state, and on top 10 % of it or its two largest tensors, whichever is more; at least
-    1 MiB, without which a state of many tiny tensors could not move at all."""
+    """The larger of old and new state plus 10 % of it or plus its two largest tensors, whichever is more; at least 1
+    MiB extra, without which a state of many tiny tensors could not move at all."""
     larger = max(old_bytes, new_bytes)
     return larger + max(larger // 10, sum(sorted(shard_bytes)[-2:]), 1 << 20)

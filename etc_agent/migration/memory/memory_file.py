@@ -1,4 +1,4 @@
-"""Anonymous memory that workers of one host share: a memfd, not /dev/shm, and not limited by its size."""
+"""Anonymous memory (memfd) that workers of one host share; unlike /dev/shm it has no size limit of its own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def can_share() -> bool:
 
 
 class MemoryFile:
-    """`size` bytes, mapped here, that peers of the same host and user can map too until `close`. The bytes live as long
-    as anything that was made of `memory`, here or in a peer.
+    """`size` bytes, mapped here, which processes of the same host and user can map too until `close`. The memory lives
+    as long as anything that was made from `memory`, here or in a peer.
 
     Raises:
-        OSError: there is no room for it, or no descriptor.
+        OSError: there is not enough memory, or no file descriptor.
     """
 
     def __init__(self, size: int) -> None:
@@ -31,12 +31,12 @@ class MemoryFile:
         self.memory = Mapped(size, self._fd)
 
     def place(self) -> str:
-        """How a peer finds this memory."""
+        """What a peer needs in order to find this memory."""
         stat = os.fstat(self._fd)
         return f"{os.getpid()} {self._fd} {stat.st_dev} {stat.st_ino} {stat.st_size}"
 
     def close(self) -> None:
-        """No peer can map this memory any more. What is mapped stays."""
+        """No peer can map this memory any more. Existing mappings stay."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -46,8 +46,8 @@ class MemoryFile:
 
 
 def describe(file: MemoryFile | None) -> bytes:
-    """What a peer needs to know of this worker's host and memory; at most `DESCRIPTION_BYTES` long. Nothing, as of one
-    that does not share, where no descriptor is left to find out with."""
+    """How a peer finds this worker's host and memory, in at most `DESCRIPTION_BYTES`. Empty, which means that this
+    worker does not share, where no file descriptor is left to find that out."""
     try:
         return f"{_host_identity()} {file.place() if file else ''}".encode()
     except OSError:
@@ -55,12 +55,12 @@ def describe(file: MemoryFile | None) -> bytes:
 
 
 def host_of(described: bytes) -> str:
-    """Which workers can map each other's memory: those with the same host. "" for a worker that has described none."""
+    """Identifies workers that can map each other's memory: equal strings. "" for a worker that has described none."""
     return described.rstrip(b"\0").decode().partition(" ")[0]
 
 
 def map_described(described: bytes, size: int) -> ctypes.Array[ctypes.c_char] | None:
-    """The `size` bytes that a peer described, or None where they are on another host, of another user, or gone."""
+    """Map the `size` bytes that a peer described; None where the peer is on another host, of another user, or gone."""
     fields = described.rstrip(b"\0").decode().split()
     if len(fields) != 6:
         return None
@@ -73,7 +73,7 @@ def map_described(described: bytes, size: int) -> ctypes.Array[ctypes.c_char] | 
         return None
     try:
         stat = os.fstat(opened)
-        # The same number may mean another file by now, and another process.
+        # By now the same descriptor number may be another file, and the same pid another process.
         if (stat.st_dev, stat.st_ino, stat.st_size) != (device, inode, real_size) or size != real_size:
             return None
         return Mapped(size, opened).part(0, size, gives_back=False)
@@ -84,6 +84,7 @@ def map_described(described: bytes, size: int) -> ctypes.Array[ctypes.c_char] | 
 
 
 def _host_identity() -> str:
-    """This boot of this host, and what decides whether one process can see another: pid namespace and user."""
+    """Identifies this boot of this host, and what decides whether one process can see another: pid namespace and
+    user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}:{os.getuid()}"

@@ -1,4 +1,4 @@
-"""Memory mapped for host tensors, and advice to the kernel about its pages (Linux; elsewhere advice does nothing)."""
+"""Mapped memory for host tensors, and madvise on its pages (Linux; elsewhere the advice does nothing)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if _libc is not None:
 class Mapped:
     """A range of addresses, unmapped when no tensor made of it is left. Linux only.
 
-    `mmap.mmap` would do but for the descriptor of its own that it keeps for as long as it lives.
+    `mmap.mmap` would do the same, but holds a file descriptor of its own for as long as it lives.
 
     Args:
         size: bytes.
-        fd: the file to share; without one the range is private, and has no pages before they are written to.
+        fd: the file to map; without one the memory is private, and its pages are allocated when they are written.
 
     Raises:
         OSError: the range cannot be mapped.
@@ -58,11 +58,11 @@ class Mapped:
         """`size` bytes from `start`, for `torch.frombuffer`.
 
         Args:
-            gives_back: when the last tensor of these bytes goes, so do their pages, though the range stays mapped.
+            gives_back: free the pages when the last tensor over these bytes is freed, although the range stays mapped.
         """
         assert self._address is not None
         part = (ctypes.c_char * size).from_address(self._address + start)
-        # What the finalizer refers to, this range, lives as long as `part`, and that as long as a tensor of it.
+        # The finalizer keeps this range alive as long as `part`, and `part` lives as long as any tensor over it.
         weakref.finalize(part, self._part_went, start, size, gives_back).atexit = False
         return part
 
@@ -77,18 +77,18 @@ class Mapped:
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:
-    """Let pages of a contiguous host tensor that are not there yet come by 2 MiB where these lie wholly inside it: a
-    fault less for every 512 small ones."""
+    """Let the kernel back a contiguous host tensor with huge pages of 2 MiB where pages are not allocated yet and the
+    huge page lies inside the tensor: one page fault instead of 512."""
     start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     end = (tensor.data_ptr() + tensor.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     _advise(start, end, _MADV_HUGEPAGE)
 
 
 def prefault(tensor: torch.Tensor) -> bool:
-    """Map every page from the first to the last byte of a host tensor for writing, without changing its bytes.
+    """Allocate every page from the first to the last byte of a host tensor for writing, without changing its bytes.
 
     Returns:
-        Whether the kernel did it.
+        Whether the kernel did so.
     """
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     span_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
@@ -99,8 +99,8 @@ def prefault(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Addresses from `start` to before `end`. `is_private`: writable memory that is no file's and that no other process
-    shares. `is_file`: what is written there, or taken away, changes a file that has a name."""
+    """Addresses from `start` to before `end`. `is_private`: writable, anonymous, and not shared with another process.
+    `is_file`: a named file is mapped there, so writing or discarding pages would change the file."""
 
     start: int
     end: int
@@ -109,7 +109,7 @@ class Range:
 
 
 def mapped_ranges() -> list[Range]:
-    """All memory of this process, by address."""
+    """All mapped memory of this process, in address order."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, permissions, _, _, inode, *path = line.split(maxsplit=5)
@@ -121,18 +121,18 @@ def mapped_ranges() -> list[Range]:
 
 
 def move_pages(source: int, target: int, size: int) -> bool:
-    """Move whole pages of memory that no other process shares to other addresses, in place of what is there.
+    """Move whole pages of private memory from `source` to `target`, replacing what is mapped at `target`.
 
-    The old addresses stay mapped, and read as zeros. Nothing is moved where `source` spans memory of several kinds.
+    The old addresses stay mapped and read as zeros. Nothing is moved where `source` spans several kinds of memory.
 
     Returns:
-        Whether the kernel did it.
+        Whether the kernel did so.
     """
     return _libc is not None and _libc.mremap(source, size, size, _MREMAP_INTO, target) == target
 
 
 def discard(address: int, size: int) -> None:
-    """Give the pages that lie wholly inside a range back, be they shared or private; their bytes are lost."""
+    """Free the pages that lie wholly inside a range, private or shared; their contents are lost."""
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     _advise(start, end, _MADV_REMOVE) or _advise(start, end, _MADV_DONTNEED)

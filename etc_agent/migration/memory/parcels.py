@@ -1,4 +1,5 @@
-"""How tensors share a range of memory: large ones have pages of their own, small ones share a few."""
+"""Parcels: how tensors share one range of memory. Large tensors have pages of their own, small ones share some
+pages."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from etc_agent.state.layout import Shard
 _ALIGN_BYTES = 64
 _SMALL_BYTES = 32 << 10
 _PARCEL_BYTES = 128 << 10
-"""Tensors below `_SMALL_BYTES` share parcels of this size, whose pages stay until the last of them goes."""
+"""Tensors below `_SMALL_BYTES` share parcels of this size, whose pages are freed with the last tensor in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Whole pages for one large tensor or for several small ones; bytes, all from the start of the arena."""
+    """Whole pages for one large tensor or several small ones; offsets and sizes in bytes from the start of the
+    range."""
 
     start: int
     end: int
@@ -28,9 +30,9 @@ class Parcel:
 
 
 def lay_out(shards: Iterable[Shard], shifts: Mapping[Shard, int] | None = None) -> tuple[list[Parcel], int]:
-    """Parcels for the shards that are not empty, in their order, and the bytes of all.
+    """Parcels for the non-empty shards, in their order, and the total size in bytes.
 
-    `shifts`: by how many bytes large shards are to begin behind the start of their first page.
+    `shifts`: large shard -> how many bytes after the start of its first page it begins.
     """
     parcels: list[Parcel] = []
     for group in _grouped(shard for shard in shards if shard.num_bytes):
@@ -45,7 +47,7 @@ def lay_out(shards: Iterable[Shard], shifts: Mapping[Shard, int] | None = None) 
 
 
 def tensors_of(memory: Mapped, parcels: Iterable[Parcel]) -> dict[Shard, torch.Tensor]:
-    """The tensors of `parcels`, whose pages go when they do."""
+    """The tensors of `parcels`; the pages of a parcel are freed with its last tensor."""
     tensors = {}
     for parcel in parcels:
         part = memory.part(parcel.start, parcel.end - parcel.start, gives_back=True)
@@ -55,7 +57,7 @@ def tensors_of(memory: Mapped, parcels: Iterable[Parcel]) -> dict[Shard, torch.T
 
 
 def tensor_at(part: ctypes.Array[ctypes.c_char], start: int, shard: Shard) -> torch.Tensor:
-    """The tensor of `shard` at the byte `start` of `part`, over a storage of exactly its bytes."""
+    """The tensor of `shard` that begins at byte `start` of `part`, over a storage of exactly its bytes."""
     flat = torch.frombuffer(part, dtype=torch.uint8, offset=start, count=shard.num_bytes)
     return flat.view(getattr(torch, shard.tensor.dtype)).view(shard.box.shape)
 

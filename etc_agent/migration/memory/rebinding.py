@@ -1,9 +1,10 @@
 """Old tensors that get other memory between `prepare` and `run`, in `keep` mode.
 
-A script may do that: ``w.data, average.data = average.data, w.data`` for an evaluation with averaged weights, or an
-`optimizer.load_state_dict`. In `keep` nothing that the old generation uses may be written before the commit, and what
-a tensor left behind may still be in use. So a target that was to be its old tensor's memory is never written to: it is
-wherever that tensor is now, or gets memory of its own where that tensor is arranged in another way.
+A script may do that, for example ``w.data, average.data = average.data, w.data`` for an evaluation with averaged
+weights, or `optimizer.load_state_dict`. In `keep` mode no memory that the old generation uses may be written before the
+commit, and memory that a tensor has left may still be in use by another. So a new tensor that was going to reuse its
+old tensor's memory is not written to at its prepared place: it uses the old tensor's present memory, or gets memory of
+its own where that has different strides.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from etc_agent.planner.plan import Refer
 from etc_agent.state.layout import Shard
 
 Place = tuple[int, int, int, torch.Size, tuple[int, ...], torch.dtype]
-"""Where a tensor is: its storage, where it begins in it, the bytes of the storage, shape, strides and dtype."""
+"""Where a tensor is: storage address, offset in it, bytes of the storage, shape, strides and dtype."""
 
 
 class OldPlaces:
-    """Where the old tensors of one worker are known to be."""
+    """Where the old tensors of one worker were when last looked at."""
 
     def __init__(self, worker: int, sources: Mapping[Shard, torch.Tensor]) -> None:
         self._worker = worker
-        self._sources = sources  # keeps the storages alive, so that no other one can be taken for them
+        self._sources = sources  # keeps the storages alive, so that their addresses are not used again
         self._places = {shard: _place(tensor) for shard, tensor in sources.items()}
 
     def rebound(self, present: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
-        """The shards whose tensors are elsewhere in `present`, or there on one side alone.
+        """The shards whose tensors have moved in `present`, or that exist only here or only there.
 
         Raises:
             MigrationError: a tensor has lost its memory.
@@ -54,7 +55,7 @@ def _place(tensor: torch.Tensor) -> Place:
 
 
 class NewPlaces:
-    """Where one worker's new tensors are.
+    """Where one worker's new tensors are, also after old ones have got other memory.
 
     Args:
         schedule: what the worker sends, receives and keeps.
@@ -82,12 +83,12 @@ class NewPlaces:
         self._local: dict[Shard, list[Refer]] = defaultdict(list)
         for refer in schedule.refers:
             self._local[Shard(refer.tensor, refer.target_box)].append(refer)
-        # Those that are old tensors' memory, whole or in part.
+        # The new tensors that reuse an old tensor's memory, whole or in part.
         self._borrowed = {shard for shard, tensor in targets.items() if not self._is_written(shard, tensor, sources)}
         self._check(sources, self._targets)
 
     def after(self, sources: Mapping[Shard, torch.Tensor]) -> dict[Shard, torch.Tensor]:
-        """The targets, now that the old tensors are `sources`.
+        """The new tensors, given that the old tensors are now `sources`.
 
         Raises:
             MigrationError: a new tensor would be written to in memory that an old one uses.
@@ -109,7 +110,7 @@ class NewPlaces:
             source = _source_of(refers[0], sources)
             if source.stride() == tensor.stride() and source.device == tensor.device:
                 return source
-        # In memory of its own and arranged as it was prepared: replicas on other workers are arranged like that.
+        # Memory of its own with the strides that were prepared: replicas on other workers have the same strides.
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     def _is_written(self, shard: Shard, tensor: torch.Tensor, sources: Mapping[Shard, torch.Tensor]) -> bool:
@@ -120,7 +121,7 @@ class NewPlaces:
     def _check(self, sources: Mapping[Shard, torch.Tensor], targets: Mapping[Shard, torch.Tensor]) -> None:
         used = Spans(sources.items())
         for shard, tensor in targets.items():
-            # One that nobody sends to and that is made of nothing is empty.
+            # A new tensor that nobody sends to and that is made of nothing is empty.
             if shard in self._borrowed or (found := used.overlapping(tensor)) is None:
                 continue
             raise MigrationError(

@@ -1,8 +1,8 @@
-"""Pages of old host tensors used again for new ones in `release` mode, instead of going through the kernel.
+"""Reuses pages of old host tensors for new ones in `release` mode, instead of freeing and allocating them.
 
-To return a page to the kernel and fault a fresh one in costs more than to copy its bytes over loopback. `mremap` moves
-pages to the addresses of a new tensor (`Mapped`) and leaves the old addresses mapped, empty. Where it refuses, the old
-pages are returned and fresh ones come by faults.
+Freeing a page and faulting in a new one costs more than copying its bytes over loopback. `mremap` moves pages to the
+addresses of a new tensor (`Mapped`) and leaves the old addresses mapped but empty. Where it refuses, the old pages are
+freed and new ones are allocated by page faults.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from etc_agent.migration.memory.pages import Range, can_map, discard, mapped_ran
 from etc_agent.torch_private.tensors import number_of
 
 _SMALLEST_MOVE_BYTES = 64 << 10
-"""A system call and a range of addresses of its own for the kernel to keep: not for less than this."""
+"""Smaller pieces are not moved: a move costs a system call and a separate mapping in the kernel."""
 
 
 class PagePool:
     """Pages that an old tensor has released and that no new tensor has taken yet. They count as held: `num_bytes`.
 
-    Make it after all tensors that it will be offered: it looks up once in what memory each of them lies.
+    Create it after all tensors that it will be offered: it reads once in which mapping each of them lies.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class PagePool:
         self._carried: dict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def can_move(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the pages of a host storage are this process's alone."""
-        # Pages of a shared file would be in both places after a move, those of a file would bring its bytes along.
+        """Whether the pages of a host storage are private to this process."""
+        # After a move, pages of a shared file would be in both places, and pages of a named file would keep its bytes.
         return all(each.is_private for each in self._ranges_of(storage))
 
     def is_file(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a host storage lies in a file that somebody may still want."""
+        """Whether a host storage is a mapped file, which others may still need."""
         return any(each.is_file for each in self._ranges_of(storage))
 
     def _ranges_of(self, storage: torch.UntypedStorage) -> list[Range]:
@@ -49,11 +49,11 @@ class PagePool:
         return [each for each in self._ranges[first:last] if each.end > storage.data_ptr()]
 
     def carry(self, storage: torch.UntypedStorage, start: int, size: int, to: int) -> tuple[int, int]:
-        """Move the whole pages among `size` bytes from the address `start` inside `storage`, as if to the address `to`,
-        which lies alike within its page. They are no longer offered with the storage.
+        """Move the whole pages among the `size` bytes at address `start` inside `storage` to where they belong when
+        `start` maps to address `to`, which has the same offset within its page. They leave what the storage offers.
 
         Returns:
-            The bytes before the first page, and the bytes moved.
+            The bytes before the first whole page, and the bytes moved.
         """
         first, last = _whole_pages(start, size)
         at = first
@@ -64,13 +64,13 @@ class PagePool:
         return first - start, at - first
 
     def offer(self, tensor: torch.Tensor, wanted_bytes: int) -> int:
-        """Take the memory of the tensor's whole storage away, from whoever else refers to it.
+        """Take away the memory of the tensor's whole storage, whoever else refers to it.
 
         Args:
-            wanted_bytes: what may still be filled; more is not kept.
+            wanted_bytes: how much new tensors can still use; pages beyond that are freed.
 
         Returns:
-            The storage's bytes, but for those that were carried away.
+            The storage's size in bytes, less what was carried away.
         """
         storage = tensor.untyped_storage()
         size, start = storage.nbytes(), storage.data_ptr()
@@ -89,7 +89,7 @@ class PagePool:
         return size - sum(last - first for first, last in carried)
 
     def fill(self, start: int, end: int) -> None:
-        """Put pages under addresses that have none yet, from the start of a page to before the end of one."""
+        """Put pages under the addresses from `start` to before `end`, page-aligned, that have none yet."""
         at, end = start, end // mmap.PAGESIZE * mmap.PAGESIZE
         while self._pool and end - at >= _SMALLEST_MOVE_BYTES:
             storage, first, last = self._pool.popleft()
@@ -108,7 +108,7 @@ class PagePool:
                 self._drop(storage)
 
     def shrink(self, limit_bytes: int) -> None:
-        """Give back what is more than `limit_bytes`."""
+        """Free pages until at most `limit_bytes` are left."""
         while self._pool and self.num_bytes > limit_bytes:
             storage, first, last = self._pool.pop()
             discard(first, last - first)
@@ -116,14 +116,14 @@ class PagePool:
             self._drop(storage)
 
     def _drop(self, storage: torch.UntypedStorage) -> None:
-        """Release it with the last of its ranges."""
+        """Free a storage when the last of its ranges has been used."""
         if all(other is not storage for other, _, _ in self._pool):
             _release(storage)
 
 
 def _move(source: int, target: int, size: int) -> int:
-    """Move the first pages of `size` bytes, as many as go at once; returns their bytes."""
-    # A range that was put together by earlier moves can only be moved in the pieces that it is made of.
+    """Move as many of the first pages of `size` bytes as one call can; returns how many bytes were moved."""
+    # A range that earlier moves have put together can only be moved in the pieces that it was made of.
     while not move_pages(source, target, size):
         if size < 2 * _SMALLEST_MOVE_BYTES:
             return 0
@@ -136,14 +136,14 @@ def _whole_pages(start: int, size: int) -> tuple[int, int]:
 
 
 def _between(outer: tuple[int, int], holes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`outer` without `holes`, which are sorted and apart."""
+    """`outer` without `holes`, which are sorted and disjoint."""
     ends = [outer[0], *(last for _, last in holes)]
     return list(zip(ends, [*(first for first, _ in holes), outer[1]], strict=True))
 
 
 def _release(storage: torch.UntypedStorage) -> None:
-    """Give a host storage's memory back; what was moved away is not there any more."""
-    # The allocator would keep the pages of all that it does not map by itself.
+    """Free a host storage's memory, except pages that were moved away."""
+    # Without this the allocator would keep the pages of every storage that it has not mapped separately.
     discard(storage.data_ptr(), storage.nbytes())
-    if storage.resizable():  # unlike what `Mapped` gave, or what numpy has seen
+    if storage.resizable():  # not so for memory of `Mapped`, or shared with numpy
         storage.resize_(0)

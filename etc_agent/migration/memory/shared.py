@@ -1,15 +1,15 @@
-"""Memory that workers on one host share, so that a box goes from tensor to tensor with a single copy.
+"""Memory that workers of one host share, so that a box moves from tensor to tensor with a single copy.
 
-In `keep` mode a worker's new tensors exist before the migration runs. Allocated here, they lie in one anonymous memory
-file; every sender on the same host maps that file while it prepares, and at the switch copies its boxes straight to
-where they belong, strided ones too. A bell (`bells`) says that a round's are there. Between hosts messages go over the
-process group (`neighbours`).
+In `keep` mode a worker's new tensors exist before the migration runs. They are allocated here, in one anonymous memory
+file. Every sender on the same host maps that file during the preparation, and at the switch copies its boxes, strided
+ones too, straight into the new tensors. A bell (`bells`) says that a round's boxes are there. Between hosts messages
+travel over the process group (`neighbours`).
 
-The pages of a large tensor are returned to the kernel when that tensor is freed, even while other tensors of the same
-file live; small tensors share a few pages. So a tensor that outlives many generations keeps its own memory alone (and
-the range of addresses around it).
+The pages of a large tensor are freed with that tensor, even while other tensors of the same file live; small tensors
+share a few pages. So a tensor that outlives many generations keeps only its own memory allocated (and the range of
+addresses around it).
 
-A peer that writes late does no harm: the file of a failed migration is never used for anything else.
+A peer that writes late does no harm: the file of a failed migration is never used again.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from etc_agent.state.layout import Shard
 
 
 class SharedMemory:
-    """The new tensors of one worker, touched and ready to be written to by its peers.
+    """The new tensors of one worker, with all pages allocated, for its peers to write to.
 
     Args:
-        plan, worker: every new shard of `worker` gets memory, but for those that keep their old storage.
+        plan, worker: every new shard of `worker` gets memory, except those that keep their old storage.
 
     Attributes:
-        tensors: shard -> contiguous tensor, each over a storage of exactly its bytes. The memory lives as long as any.
-        file: where they are, for peers to map; None without any, or after `close`.
+        tensors: shard -> contiguous tensor over a storage of exactly its bytes. The memory lives as long as any of
+            them.
+        file: the memory file, for peers to map; None where there are no tensors, and after `close`.
 
     Raises:
-        OSError: there is no room, or no descriptor is left.
+        OSError: there is not enough memory, or no file descriptor is left.
     """
 
     def __init__(self, plan: MigrationPlan, worker: int) -> None:
@@ -68,7 +69,7 @@ class SharedMemory:
 
 
 def shared_memory_for(plan: MigrationPlan, worker: int, device: torch.device) -> SharedMemory | None:
-    """`SharedMemory` where the system has such memory and the process may have some more of it, else None."""
+    """`SharedMemory` where the system supports it and the process may allocate that much, else None."""
     if device.type != "cpu" or not can_share():
         return None
     try:
@@ -81,7 +82,7 @@ class PeerTensors:
     """Where shared messages go in `keep` mode: straight into the new tensors of the peer.
 
     Args:
-        mapped: the memory of each peer, in this process.
+        mapped: peer -> its memory, mapped in this process.
     """
 
     def __init__(self, plan: MigrationPlan, mapped: Mapping[int, ctypes.Array[ctypes.c_char]]) -> None:
@@ -99,12 +100,12 @@ class PeerTensors:
         return tuple(targets)
 
     def incoming(self, message: Message) -> tuple[torch.Tensor, ...]:
-        """They are where they belong already."""
+        """Empty: the sender has written the boxes where they belong."""
         return ()
 
 
 def arena_layout(plan: MigrationPlan, worker: int) -> tuple[list[Parcel], int]:
-    """Where the new shards of `worker` lie in its shared memory, and its size in bytes; the same in every process."""
+    """Where the new shards of `worker` lie in its shared memory, and its size in bytes; equal in every process."""
     kept = {Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker and r.is_whole}
     received = (Shard(t.tensor, t.target_box) for transfers in plan.rounds for t in transfers if t.target == worker)
     referred = (Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker)
@@ -112,7 +113,7 @@ def arena_layout(plan: MigrationPlan, worker: int) -> tuple[list[Parcel], int]:
 
 
 def arena_bytes(plan: MigrationPlan, worker: int) -> int:
-    """The size of that memory."""
+    """The size of that memory in bytes."""
     return arena_layout(plan, worker)[1]
 
 

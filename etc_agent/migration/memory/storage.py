@@ -1,7 +1,7 @@
-"""Where a worker's old and new tensors are in `release` mode: memory comes and goes with the steps.
+"""A worker's old and new tensors in `release` mode: memory is allocated and freed step by step.
 
-A new tensor gets memory when its first bytes are about to arrive, an old one loses it when its last bytes have gone,
-and the sum stays below a budget that is checked before anything moves.
+A new tensor is allocated when its first bytes are about to arrive, and an old one is freed when its last bytes have
+been sent. The sum stays below a budget that is checked before anything moves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from etc_agent.torch_private.tensors import storage_key
 
 
 class OnDemand:
-    """Memory comes and goes with the steps.
+    """Allocates new tensors and frees old ones, step by step.
 
     Args:
         sources: released by the caller: their storages are emptied during the migration, even where other tensors
@@ -35,8 +35,8 @@ class OnDemand:
         device: where new tensors go.
 
     Attributes:
-        held_bytes: of old and new tensors, and of what the caller adds.
-        limit_bytes: with the pages of the pool it stays below this.
+        held_bytes: of old and new tensors, plus what the caller adds (buffers).
+        limit_bytes: `held_bytes` and the pages of the pool together stay below this.
     """
 
     def __init__(self, worker: int, sources: Mapping[Shard, torch.Tensor], device: torch.device) -> None:
@@ -63,7 +63,7 @@ class OnDemand:
         self.note()
 
     def keep_whole(self, refers: Sequence[Refer]) -> None:
-        """Shards that are the same before and after become targets as they are."""
+        """Shards that are equal before and after the change become new tensors without a copy."""
         for refer in refers:
             if refer.is_whole:
                 shard = Shard(refer.tensor, refer.box)
@@ -71,7 +71,7 @@ class OnDemand:
                 self._pinned.add(storage_key(self.sources[shard]))
 
     def freed_bytes(self, lifetimes: Lifetimes) -> dict[Shard, int]:
-        """What the close of each old shard will give back: a shared storage goes with the last of its shards."""
+        """Old shard -> bytes that its close will free: a shared storage is freed with the last of its shards."""
         left = {key: set(shards) for key, shards in self._members.items()}
         freed = {}
         for step in (*lifetimes.local, *lifetimes.rounds):
@@ -86,20 +86,20 @@ class OnDemand:
         return self.sources[shard]
 
     def target(self, shard: Shard) -> torch.Tensor:
-        """The new tensor; before its time, one of its shape without memory (at its address if that is reserved)."""
+        """The new tensor. Before it is allocated, a tensor of its shape without memory (at its address if reserved)."""
         tensor = self.targets.get(shard, self._reserved.get(shard))
         return tensor if tensor is not None else self._empty(shard, torch.device("meta"))
 
     def reserve(self, lifetimes: Lifetimes, may_carry: Mapping[Shard, Refer]) -> bool:
-        """Give the tensors to come their addresses, without memory, so that views of them can be made now.
+        """Reserve addresses for the new tensors, without memory, so that views of them can be made now.
 
-        Memory comes with the bytes, by the kernel's faults: on the host only.
+        Memory is then allocated by page faults as bytes arrive: on the host only.
 
         Args:
-            may_carry: by new shard, the local part whose pages it may take over from the old one (`carrying`).
+            may_carry: new shard -> the local part whose pages it may take over from the old shard (`carrying`).
 
         Returns:
-            Whether that could be done.
+            Whether addresses were reserved.
         """
         if self._device.type != "cpu" or not can_map:
             return False
@@ -122,13 +122,13 @@ class OnDemand:
 
     @property
     def carried(self) -> Collection[Refer]:
-        """The local parts that need no copy: `open` puts their pages under the new tensor."""
+        """The local parts that need no copy: `open` moves their pages under the new tensor."""
         return {carry.refer for carry in self._carries.values()}
 
     def touch_ahead(self, limit_bytes: int) -> None:
-        """Give memory to the first tensors to come now, beside training, up to `limit_bytes`.
+        """Allocate the first new tensors now, during the preparation, up to `limit_bytes`.
 
-        Tensors are taken in the order in which they open, so that the peak of the run does not rise.
+        They are taken in the order in which they open, so that the peak of the run does not rise.
         """
         for shard, tensor in self._reserved.items():
             fresh_bytes = self._fresh_bytes(shard)
@@ -141,7 +141,7 @@ class OnDemand:
             self._to_come_bytes -= fresh_bytes
 
     def open(self, step: Step) -> None:
-        """Provide memory for what the step brings into being."""
+        """Allocate the new tensors of this step."""
         for shard in step.opens:
             reserved = self._reserved.pop(shard, None)
             if reserved is None:
@@ -159,7 +159,7 @@ class OnDemand:
             self._trim_pool()
 
     def close(self, step: Step) -> None:
-        """The step's copies and messages are done: take the memory of old shards away."""
+        """The step's copies and messages are done: free its old shards."""
         for shard in step.closes:
             tensor = self.sources.pop(shard)
             key = storage_key(tensor)
@@ -170,7 +170,7 @@ class OnDemand:
             self._trim_pool()
 
     def note(self) -> None:
-        """Put the present number of bytes on the timeline."""
+        """Record the present number of bytes in the timeline."""
         self.timeline.append(MemoryPoint(time.time(), self.held_bytes + self._pool.num_bytes + self._touched_bytes))
 
     def _carry(self, refer: Refer) -> Carry | None:
@@ -181,7 +181,8 @@ class OnDemand:
         return carry_of(refer, source) if is_alone and self._pool.can_move(source.untyped_storage()) else None
 
     def _provide(self, shard: Shard, new: torch.Tensor) -> None:
-        """Put pages under a new tensor: those of the part that it takes over, whose ends are copied, and pool pages."""
+        """Put pages under a new tensor: carried ones (copying what is before and after them), then pages of the
+        pool."""
         carry = self._carries.get(shard)
         gaps = [(_page_of(new.data_ptr()), new.data_ptr() + new.nbytes)]
         before = moved = 0
@@ -201,24 +202,24 @@ class OnDemand:
             new_bytes[before + moved :] = old_bytes[before + moved :]
 
     def _without_carried(self, shard: Shard, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes of a new tensor that no carried pages will be put under."""
+        """The parts of a new tensor that carried pages do not cover."""
         flat, carry = as_bytes(tensor), self._carries.get(shard)
         parts = (flat[: carry.target_start], flat[carry.target_start + carry.num_bytes :]) if carry else (flat,)
         return [part for part in parts if part.numel()]
 
     def _fresh_bytes(self, shard: Shard) -> int:
-        """What a tensor to come needs beside the pages that it takes over."""
+        """How many bytes a new tensor will need beside carried pages."""
         carry = self._carries.get(shard)
         return shard.num_bytes - (max(0, carry.num_bytes - 2 * mmap.PAGESIZE) if carry else 0)
 
     def _trim_pool(self) -> None:
-        """Return the pages that nothing will take, or that there is no room for; and note what is held now."""
+        """Free pool pages that no new tensor needs or that exceed the limit, and record what is held now."""
         room_bytes = max(0, self.limit_bytes - self.held_bytes - self._touched_bytes)
         self._pool.shrink(room_bytes if self._to_come_bytes > 0 else 0)
         self.note()
 
     def _may_empty(self, shards: set[Shard]) -> bool:
-        """Whether a storage holds the tensors of `shards`, which are all in it, and nothing of anybody else."""
+        """Whether a storage is covered by the tensors of `shards`, so that emptying it loses nothing else."""
         tensors = [self.sources[shard] for shard in shards]
         storage = tensors[0].untyped_storage()
         if storage.device.type == "cpu" and not tensors[0].is_pinned() and self._pool.is_file(storage):
@@ -241,7 +242,7 @@ class OnDemand:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements, in whatever order, fill the memory from the first to the last of them."""
+    """Whether the tensor's elements, in any order, fill the memory from the first to the last of them."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
 
 

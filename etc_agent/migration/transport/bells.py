@@ -1,10 +1,10 @@
-"""Bells: how workers of one host tell each other that something is in the memory that they share.
+"""Bells: pipes through which workers of one host tell each other that data is in their shared memory.
 
-A bell is a pipe, one for each pair and direction, opened through /proc like the memory itself; a message in it is a
-tag of four bytes. A byte over the process group would do as well, but it wakes a thread at both ends before the one
-that waits; with rounds of a few megabytes that took longer than the copies. The pipes of a process that dies are
-closed, so its peers hear of it at once. A forked child (a dataloader's worker) may live on: it closes the ends that it
-inherits.
+Each ordered pair of workers has one pipe. The peer opens it through /proc, as it does the shared memory. A message is a
+tag of four bytes. The process group could carry this notification too, but it wakes a thread at both ends before the
+thread that waits; with rounds of a few megabytes that took longer than the copies. When a process dies, the kernel
+closes its pipes, so its peers notice at once. A forked child (a dataloader's worker) may outlive the worker, so it
+closes the ends that it inherits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterable
 
 Door = tuple[int, int, int]
-"""A pipe's writing end: process, descriptor and inode."""
+"""How to open the writing end of a pipe: process id, file descriptor and inode."""
 
 _TAG = struct.Struct("<I")
 _all: weakref.WeakSet[Bells] = weakref.WeakSet()
@@ -32,7 +32,7 @@ class Bells:
         peers: the neighbours.
 
     Attributes:
-        doors: by peer, what it needs to `open_to` this worker.
+        doors: peer -> what that peer passes to `open_to` in order to ring this worker.
 
     Raises:
         OSError: no descriptors are left.
@@ -51,10 +51,10 @@ class Bells:
             self.doors[peer] = (os.getpid(), own_end, os.fstat(own_end).st_ino)
 
     def open_to(self, peer: int, door: Door) -> bool:
-        """Open the bell of a peer, from its `doors`; returns whether that could be done."""
+        """Open the pipe to a peer, given the entry for this worker in the peer's `doors`; returns whether it worked."""
         pid, end, inode = door
         try:
-            # Not blocking: by now the number may mean a pipe that nobody reads, or any other file.
+            # Non-blocking: by now this descriptor may be a pipe without a reader, or any other file.
             opened = os.open(f"/proc/{pid}/fd/{end}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return False
@@ -64,15 +64,15 @@ class Bells:
         return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
 
     def all_opened(self) -> None:
-        """Every peer has opened its bell: close this process's own writing ends, so that a dead peer's pipe closes."""
+        """Every peer has opened its pipe: close the writing ends here, so that a pipe closes when its peer dies."""
         while self._own_ends:
             os.close(self._own_ends.pop())
 
     def ring(self, peer: int, tag: int) -> None:
-        """Tell a peer.
+        """Send `tag` to a peer.
 
         Raises:
-            RuntimeError: it is gone.
+            RuntimeError: the peer's process has ended.
         """
         try:
             os.write(self._rings[peer], _TAG.pack(tag))
@@ -80,10 +80,10 @@ class Bells:
             raise RuntimeError(f"worker {peer} is gone: {error}") from error
 
     def wait(self, peer: int, tag: int, timeout_s: float) -> None:
-        """Wait until a peer has rung with `tag`.
+        """Wait until a peer has sent `tag`.
 
         Raises:
-            RuntimeError: it is gone, or nothing came in time.
+            RuntimeError: the peer's process has ended, or nothing came in `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         while (peer, tag) not in self._heard:
@@ -98,7 +98,7 @@ class Bells:
         self._heard.discard((peer, tag))
 
     def close(self) -> None:
-        """Peers that wait for this worker hear that it is gone."""
+        """Close all pipes, so that peers waiting for this worker fail at once."""
         self.all_opened()
         for ends in (self._hears, self._rings):
             while ends:
@@ -117,7 +117,7 @@ os.register_at_fork(after_in_child=_close_in_a_child)
 
 
 class Rung:
-    """Work that is done when a peer has rung."""
+    """An operation that is complete when a peer has rung."""
 
     def __init__(self, bells: Bells, peer: int, tag: int) -> None:
         self._bells, self._peer, self._tag = bells, peer, tag

@@ -1,12 +1,12 @@
-"""Landing areas: buffers of one worker that senders of the same host write to, in `release` mode.
+"""Landing areas: shared buffers of one worker into which senders of the same host write, in `release` mode.
 
-New tensors cannot be shared in this mode: pages of old tensors are moved under them, and shared pages cannot be moved.
-A landing area can. The messages of one round are laid out in it one behind the other; each of the rounds in flight has
-a part of its own. A message takes two copies, one by each end; over loopback there would be two in the kernel, and one
-or two more where a box is not contiguous.
+In this mode new tensors cannot be shared themselves: they are filled by moving pages of old tensors to them (`mremap`),
+and shared pages cannot be moved. So messages pass through a shared buffer, the landing area. The messages of one round
+lie in it one after the other, and each of the rounds in flight has its own part of it. A message is copied twice, once
+by each end; over loopback the kernel would copy it twice, plus once or twice more for boxes that are not contiguous.
 
-A bell says that a message is there. Before a later round may use a part of the area again, a bell in the other
-direction (the *clearance*) says that the earlier round has been copied out of it.
+The sender rings a bell when a message has been written. Before a later round may reuse a part of the area, the receiver
+rings a bell in the other direction (the *clearance*) to say that the earlier round has been copied out of it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from etc_agent.migration.transport.peers import Peers
 from etc_agent.planner.plan import MigrationPlan
 
 _CLEARANCE_TAG = 1 << 24
-"""Added to the tag of the message that a clearance lets come; above every tag of a message."""
+"""Added to a message's tag to make the tag of its clearance; larger than any message tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """How a worker's landing area is laid out: the first byte of each message, by sender and tag."""
+    """The layout of a worker's landing area: the offset in bytes of each message, by sender and tag."""
 
     starts: Mapping[tuple[int, int], int]
     num_bytes: int
 
 
 def area_of(schedule: Schedule) -> Area:
-    """The landing area of the worker whose schedule that is."""
+    """The landing area of the worker that executes `schedule`."""
     ends, in_slot = [0] * WINDOW, {}
     for number, scheduled in enumerate(schedule.rounds):
         end = 0
@@ -81,7 +81,7 @@ def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: boo
     all_pairs = pairs_of_hosts(plan, ["any"] * plan.num_workers)
 
     def size_of(of: int) -> int:
-        """Large enough whoever shares in the end. Pages that are never written to take no memory."""
+        """An upper bound, whoever shares in the end. Pages that are never written take no memory."""
         return area_of(schedule_for(plan, of, all_pairs)).num_bytes
 
     size = size_of(worker)
@@ -95,7 +95,7 @@ def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: boo
     area = area_of(schedule_for(plan, worker, neighbours.pairs))
     mine = torch.empty(0, dtype=torch.uint8)
     if file is not None and area.num_bytes:
-        # A child that was forked meanwhile has the file mapped for as long as it lives.
+        # A child process that was forked meanwhile keeps the file mapped for as long as it lives.
         mine = torch.frombuffer(file.memory.part(0, size, gives_back=True), dtype=torch.uint8)
         touch(mine[: area.num_bytes])
     theirs = {
@@ -106,7 +106,9 @@ def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: boo
 
 
 class Clearances:
-    """When a worker may write to its peers' landing areas. For the first `WINDOW` rounds they are empty."""
+    """When a worker may write to its peers' landing areas. The first `WINDOW` rounds need no clearance: areas are
+    empty.
+    """
 
     def __init__(self, bells: Bells, schedule: Schedule) -> None:
         self._bells = bells
@@ -115,13 +117,13 @@ class Clearances:
         self._needed = {(m.peer, m.tag) for scheduled in later for m in scheduled.sends if m.shared}
 
     def of(self, message: Message) -> Rung | None:
-        """What to wait for before `message` is written; None where nothing was in its place."""
+        """What to wait for before writing `message`; None where its place in the area has not been used before."""
         if (message.peer, message.tag) not in self._needed:
             return None
         return Rung(self._bells, message.peer, _CLEARANCE_TAG + message.tag)
 
     def grant(self, number: int) -> None:
-        """Tell the senders of a round that its place is free. One that is gone will be missed where it is needed."""
+        """Tell the senders of round `number` that their place is free. A dead sender is noticed elsewhere."""
         for message in self._rounds[number].receives if number < len(self._rounds) else ():
             if message.shared:
                 with contextlib.suppress(RuntimeError):

@@ -1,4 +1,5 @@
-"""Which workers share memory. Sharing is all-or-nothing per host: both ends must derive the same message layout."""
+"""Neighbours: workers that share memory. Sharing is all-or-nothing per host: both ends must derive the same
+messages."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """`pairs`: of the whole plan, those that share memory. `mapped`: by worker, the memory that this one writes to.
-    `bells`: between this worker and those of its pairs."""
+    """`pairs`: all pairs of the plan that share memory. `mapped`: worker -> its memory, mapped here for writing.
+    `bells`: the notification pipes between this worker and its neighbours."""
 
     pairs: frozenset[Pair] = frozenset()
     mapped: Mapping[int, ctypes.Array[ctypes.c_char]] = field(default_factory=dict)
@@ -38,9 +39,9 @@ def find_neighbours(
     """Agree with every other worker on the plan and on who shares memory. Collective.
 
     Args:
-        file: the memory of this worker that others may write to; none for one that receives nothing.
-        size_of: the bytes that any worker's memory has.
-        wanted: whether this worker can share.
+        file: this worker's memory that others may write to; None for a worker that receives nothing.
+        size_of: worker -> the size in bytes of its shared memory.
+        wanted: whether this worker is able to share memory.
 
     Raises:
         MigrationError: as for `Peers.agree`.
@@ -64,7 +65,7 @@ def find_neighbours(
 
 
 def _bells_to(partners: Sequence[int]) -> Bells:
-    """To none of them where descriptors run out."""
+    """The bells to `partners`; bells to nobody where file descriptors run out."""
     try:
         return Bells(partners)
     except OSError:
@@ -72,6 +73,7 @@ def _bells_to(partners: Sequence[int]) -> Bells:
 
 
 def pairs_of_hosts(plan: MigrationPlan, hosts: Sequence[str]) -> frozenset[Pair]:
-    """The pairs of the plan whose workers are on one host. Entry i of `hosts` is worker i's; "" is like no other."""
+    """The pairs of the plan whose workers are on one host. Entry i of `hosts` is worker i's; "" matches no other
+    host."""
     pairs = {(transfer.source, transfer.target) for transfers in plan.rounds for transfer in transfers}
     return frozenset((source, target) for source, target in pairs if hosts[source] and hosts[source] == hosts[target])

@@ -1,4 +1,4 @@
-"""Before anything moves: every worker agrees on the plan, and every pair that will exchange bytes has connected."""
+"""What happens before any data moves: all workers agree on the plan, and all pairs that exchange data connect."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Peers:
         self._timeout = datetime.timedelta(seconds=timeout_s)
 
     def agree(self, complaint: str | None, described: bytes | None) -> list[bytes]:
-        """Exchange plan digests, complaints and descriptions of shared memory; returns the descriptions by worker.
+        """Exchange plan digests, complaints and descriptions of shared memory; returns the descriptions in worker
+        order.
 
-        Collective. Nobody may wait for messages that a peer with another plan never sends.
+        Collective. It prevents that a worker waits for messages which a peer with a different plan never sends.
 
         Args:
-            complaint: why this worker cannot take part, for its own error; the others name it.
-            described: this worker's shared memory.
+            complaint: why this worker cannot take part, or None. It becomes this worker's error; the others name it.
+            described: how peers can map this worker's shared memory, or None.
 
         Raises:
             MigrationError: a worker has another plan, cannot take part, or does not answer in time.
@@ -57,7 +58,7 @@ class Peers:
         return [theirs[size + 1 :] for theirs in rows]
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What every worker says, in worker order. Collective.
+        """Exchange byte strings; returns one per worker, in worker order. Collective.
 
         Raises:
             MigrationError: a worker does not answer in time.
@@ -68,7 +69,8 @@ class Peers:
             raise self._absent(error) from error
 
     def meet(self, schedule: Schedule) -> None:
-        """Exchange the first message with every peer, which pays for connections and kernel buffers."""
+        """Exchange the first message with every peer, so that connections and kernel buffers exist before the
+        switch."""
         receive_peers, send_peers = schedule.receive_peers, schedule.send_peers
         byte = torch.zeros(1, dtype=torch.uint8, device=self._wire.device)
         received, sent = self._wire.post([(p, 0, byte) for p in receive_peers], [(p, 0, byte) for p in send_peers])

@@ -1,7 +1,7 @@
 """Point-to-point over a raw c10d backend: flat uint8 tensors to and from workers, by tag.
 
-gloo moves host memory, so that tensors on a GPU pass through pinned staging buffers. NCCL moves device memory; all
-operations of a round go out as one group launch, which no pair of workers can deadlock (not yet run on more than one
+gloo moves host memory only, so tensors on a GPU pass through pinned staging buffers. NCCL moves device memory; all
+operations of a round are launched as one NCCL group, so that no two workers can deadlock (not yet run on more than one
 GPU).
 """
 
@@ -17,11 +17,11 @@ from etc_agent.migration.transport.bells import Bells, Rung
 from etc_agent.torch_private.backends import one_launch
 
 _FIRST_TAG = 1 << 30
-"""The group may be a script's own, and a session uses it too: their messages have tags below this."""
+"""The group may be the script's own, or used by the session too: their messages have tags below this."""
 
 Operation = tuple[int, int, torch.Tensor | None]
-"""Peer, tag and the flat uint8 tensor to send or to receive into; None where both ends share memory, and the bell alone
-is rung or heard."""
+"""Peer, tag, and the flat uint8 tensor to send or to receive into. None instead of a tensor where both ends share
+memory: then only the bell is rung or waited for."""
 
 
 class Work(Protocol):
@@ -31,7 +31,7 @@ class Work(Protocol):
 
 
 class _FailedWork:
-    """An operation that could not even be started: a peer is known to be gone. Waiting for it says so."""
+    """An operation that could not be started because a peer is known to be gone. Waiting for it raises the error."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -41,7 +41,7 @@ class _FailedWork:
 
 
 class _Done:
-    """An operation that needs no more."""
+    """An operation that is already complete."""
 
     def wait(self, timeout: datetime.timedelta) -> bool:
         return True
@@ -70,7 +70,7 @@ class Wire:
         self.is_nccl = "nccl" in str(group.name()).lower()
 
     def close(self) -> None:
-        """Let the group go, whose sockets live as long as anything refers to it, and silence the bells."""
+        """Drop the group, whose sockets live as long as anything refers to it, and close the bells."""
         self.bells.close()
         self._group = None
 
@@ -88,17 +88,18 @@ class Wire:
         return torch.device("cuda", torch.cuda.current_device()) if self.is_nccl else torch.device("cpu")
 
     def post(self, receives: Sequence[Operation], sends: Iterable[Operation]) -> tuple[list[Work], list[Work]]:
-        """Start receives and sends without waiting for any. What cannot be started fails when it is waited for.
+        """Start receives and sends without waiting for any. An operation that cannot be started fails when waited for.
 
         Args:
-            sends: may pack each message when it is asked for it: with gloo, those before it are on their way by then.
+            sends: an iterator may pack each message when it is asked for it; with gloo the earlier ones are sent
+                meanwhile.
 
         Returns:
             The work of each receive and of each send, in order.
         """
         if self.is_nccl:
             return self._post_grouped(receives, list(sends))
-        # Receives first: a gloo sender that finds its receiver waiting starts at once.
+        # Receives first: gloo sends at once where the receiver is already waiting.
         received = [self._receive(*operation) for operation in receives]
         return received, [self._send(*operation) for operation in sends]
 
@@ -117,8 +118,8 @@ class Wire:
         return _Done()
 
     def _post_grouped(self, receives: Sequence[Operation], sends: Sequence[Operation]) -> tuple[list[Work], list[Work]]:
-        """One group launch for all: receives launched before sends would wait for each other across workers. NCCL has
-        no tags; within a pair the order posted counts, the same on both ends since both come from the plan."""
+        """Launch all operations as one group. Launched separately, receives would block sends across workers. NCCL has
+        no tags: within a pair, operations match in the order posted, which both ends derive from the same plan."""
         if not receives and not sends:
             return [], []
         works: list[Work] = []
