@@ -21,6 +21,7 @@ from etc_agent.migration.memory.spans import Spans
 from etc_agent.migration.schedule import Schedule
 from etc_agent.planner.plan import Refer
 from etc_agent.state.layout import Shard
+from etc_agent.torch_private.tensors import number_of
 
 Place = tuple[int, int, int, torch.Size, tuple[int, ...], torch.dtype]
 """Where a tensor is: storage address, offset in it, bytes of the storage, shape, strides and dtype."""
@@ -50,8 +51,8 @@ class OldPlaces:
 
 
 def _place(tensor: torch.Tensor) -> Place:
-    storage = tensor.untyped_storage()
-    return storage._cdata, int(tensor.storage_offset()), storage.nbytes(), tensor.shape, tensor.stride(), tensor.dtype
+    storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+    return number_of(storage), offset, storage.nbytes(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 class NewPlaces:
