@@ -1,4 +1,4 @@
-"""ParallelContext: what `build` and the training loop know of their place in the job."""
+"""ParallelContext: what `build` and the training loop know about their position in the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etc_agent.parallel.config import Coordinate, ParallelConfig
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParallelContext:
-    """This process's place in one generation.
+    """This process's position in one generation.
 
     `mesh` has the axes ``("pp", "dp", "tp")``; `rank` is the virtual rank, which is also torch.distributed's rank while
     the generation is in force. `device` is where the state lives; it never changes. `global_batch` is in samples.

@@ -1,4 +1,4 @@
-"""How far a training job is."""
+"""The progress of a training job."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Course:
-    """`step`: the next step, or the one being run; `num_steps`: all of the job's. `began`, `ended`: when the last step
-    did, by `time.perf_counter`."""
+    """`step`: the next step, or the one being run. `num_steps`: the number of steps of the whole job. `began`, `ended`:
+    when the last step began and ended (`time.perf_counter`)."""
 
     step: int = 0
     num_steps: int = 0
@@ -24,5 +24,5 @@ class Course:
         self.ended = time.perf_counter()
 
     def stand_still(self) -> None:
-        """No step was run, and the time until now belongs to none."""
+        """No step was run: the time until now counts for none."""
         self.began = self.ended = time.perf_counter()

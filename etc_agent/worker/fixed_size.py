@@ -1,4 +1,4 @@
-"""A job that no agent watches over: its size stays as it was started."""
+"""A job without an agent: its size never changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etc_agent.worker.world.swap import deactivate, install
 
 
 class FixedSize:
-    """One generation from the start to the end. `live`: it, while the session is open."""
+    """The only generation of the job. `live`: that generation, while the session is open."""
 
     def __init__(
         self, environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings, course: Course
@@ -37,13 +37,13 @@ class FixedSize:
             leave(live, error)
 
     def safe_point(self) -> None:
-        """Between two steps: nothing can change."""
+        """Between two steps: nothing to do."""
 
     def begin_step(self) -> None:
         self._course.begin_step()
 
     def vote(self, *, ok: bool) -> bool:
-        """Whether to apply the step. Each rank decides for itself, as in any script."""
+        """Whether to apply the step. Each rank decides alone, as in any script without a session."""
         return ok
 
     def end_step(self) -> None:
@@ -51,9 +51,9 @@ class FixedSize:
 
 
 def leave(live: LiveGeneration, error: BaseException | None) -> None:
-    """Leave the world of `live` at the end of the session, which `error` has ended, if any has."""
+    """Close the world of `live` at the end of the session, which ends because of `error`, if any."""
     if error is None:
-        # A rank that goes first must not take the last step's messages with it.
+        # A rank that exits first could lose messages of the last step that others still wait for.
         dist.barrier()
     live.world.close()
     deactivate()

@@ -1,4 +1,4 @@
-"""Calling the script's `build`: on the meta device, in a given world, for a given place in the grid."""
+"""Calling the script's `build` on the meta device, in a given world, for a given position in the grid."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def describe(
         layout = tuple(
             _described(build, rank, config, device, generation, global_batch) for rank in range(config.num_ranks)
         )
-    except EtcError as error:  # nothing here waits or needs memory: it would be the same the next time
+    except EtcError as error:  # nothing here waits for peers or allocates memory, so a retry would fail the same way
         raise ConfigRefusedError(one_line(error)) from error
     return encode_layout(layout)
 

@@ -92,7 +92,7 @@ class Session:
 
     def __enter__(self) -> Self:
         size = FixedSize if self._environment.socket is None else Elastic
-        # From here on whatever goes wrong is told to the agent.
+        # From here on every error is sent to the agent.
         self._job = size(self._environment, self._config, self._build, self._settings, self._course)
         try:
             self._job.open()
@@ -166,16 +166,15 @@ def session(
         device: where the state lives; by default the slot's GPU, or the CPU where there is none.
         timeout_s: longest wait for peers in training; the timeout of every process group.
         switch_timeout_s: longest wait for peers in a change.
-        abort_timeout_s: longest wait until a change that was given up, or a generation that was left, is freed before
-            the next change begins.
-        migration: ``keep`` holds old and new state side by side until a change is committed; ``release`` gives the old
-            one up as the new one comes, and with it the way back; ``auto`` releases only where both do not fit. The
-            variable ETC_MIGRATION takes precedence.
-        budget_bytes: most bytes of a worker's state during a change; by default what is free on its device. The
-            variable ETC_MIGRATION_BUDGET_MB takes precedence.
+        abort_timeout_s: longest wait, before a change begins, for an aborted change or an old generation to be freed.
+        migration: ``keep`` holds old and new state in memory together until a change is committed; ``release`` frees
+            old tensors as new ones arrive, so that the change cannot be undone once it has begun; ``auto`` uses release
+            only where both do not fit in memory. The variable ETC_MIGRATION takes precedence.
+        budget_bytes: the most bytes that a worker's state may use during a change; by default what is free on its
+            device. The variable ETC_MIGRATION_BUDGET_MB takes precedence.
 
     Raises:
-        EtcError, ValueError: what was given cannot work; one line says why.
+        EtcError, ValueError: an argument is not possible; the message says why in one line.
     """
     environment = WorkerEnvironment.read()
     if global_batch < 1:

@@ -1,4 +1,4 @@
-"""What a session was asked for, in one value."""
+"""The arguments of a session, as one value."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Record = Callable[[int, Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`global_batch` in samples. `timeout_s`: longest wait for peers in the training groups and for the store;
-    `switch_timeout_s`: the same in the groups that migrate. `abort_timeout_s`: longest wait until what was given up is
-    freed. `verify_dir`: where every worker writes its shards before
-    and after a migration, whose boxes are then hashed on both ends as well; None for neither. `trace_dir`: where every
-    worker writes a Chrome trace of each switch, or None. `migration`: ``auto``, ``keep`` or ``release``
-    (`etc_agent.migration.modes`); `budget_bytes`: most bytes of a worker's state while it migrates, 0 for what fits."""
+    """`global_batch`: in samples. `timeout_s`: longest wait for peers in the training groups and for the store.
+    `switch_timeout_s`: the same in the groups of a change. `abort_timeout_s`: longest wait until an aborted change or
+    an old generation is freed. `verify_dir`: where every worker dumps its shards before and after a migration, whose
+    boxes are then also hashed on both ends; None for neither. `trace_dir`: where every worker writes a Chrome trace of
+    each switch, or None. `migration`: ``auto``, ``keep`` or ``release`` (`etc_agent.migration.modes`). `budget_bytes`:
+    most bytes of a worker's state during a migration, 0 for what fits."""
 
     device: torch.device
     global_batch: int

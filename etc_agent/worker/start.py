@@ -1,4 +1,4 @@
-"""The first generation of a worker that does not join one: its store, groups, state and random stream."""
+"""The first generation of a worker that does not join a running job: its store, groups, state and random stream."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from etc_agent.worker.world.swap import World, activate
 def start_fresh(
     environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings
 ) -> tuple[LiveGeneration, int]:
-    """Make and enter the generation that this worker was started for. Collective over its ranks.
+    """Build and enter the generation that this worker was started for. Collective over its ranks.
 
-    Returns it and the index of its first step.
+    Returns the generation and the index of its first step.
 
     Raises:
         ConfigRefusedError: the model refuses `config`.
-        EtcError: the config is of another size than the job, the store does not answer, a tensor has no initial value,
-            or the ranks' `init` name different steps to begin with.
+        EtcError: the config needs another number of workers, the store does not answer, a tensor has no initial value,
+            or the ranks' `init` functions return different first steps.
     """
     if config.num_ranks != environment.world_size:
         raise EtcError(
@@ -48,7 +48,7 @@ def start_fresh(
         dist.PrefixStore("world", store), environment.rank, config, environment.generation, settings.device,
         settings.timeout_s,
     )
-    # Under plain torchrun nothing can change between two steps, so there is nothing to vote about.
+    # Under plain torchrun the size never changes between two steps, so no vote is needed.
     vote = None
     if environment.socket is not None:
         vote = Vote(dist.PrefixStore("vote", store), environment.rank, config.num_ranks, settings.timeout_s)
@@ -58,7 +58,7 @@ def start_fresh(
     if takes_module_values(state):
         num_sharing = environment.local_world_size if settings.device.type == "cpu" else 1
         whole = build_whole(script, settings, environment.generation, num_sharing)
-    # The same on every rank, so that an init that draws from torch's generators gives all replicas the same values.
+    # Equal on every rank, so that an init which draws from torch's generators gives all replicas the same values.
     torch.manual_seed(settings.seed)
     step = _agreed(start_values(state, settings.device, whole), settings.device)
     start_stream(settings.seed, environment.generation, environment.rank)
@@ -69,7 +69,7 @@ def start_fresh(
 
 
 def _built(script: Build, world: World, generation: int, settings: Settings) -> TrainState:
-    """This rank's part of the model. Where one rank's is refused, it is refused on every rank with that one's reason.
+    """This rank's part of the model. If one rank's model refuses the config, every rank raises with that reason.
 
     Raises:
         ConfigRefusedError: the model refuses the config.
@@ -86,7 +86,7 @@ def _built(script: Build, world: World, generation: int, settings: Settings) -> 
 
 
 def _agreed(step: int, device: torch.device) -> int:
-    """`step`, once every rank has said the same."""
+    """Return `step` after checking that every rank has the same."""
     bounds = torch.tensor([step, -step], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
     last, first = int(bounds[0]), -int(bounds[1])
@@ -96,7 +96,7 @@ def _agreed(step: int, device: torch.device) -> int:
 
 
 def _store(environment: WorkerEnvironment, settings: Settings) -> dist.Store:
-    """The store at which the ranks meet: the agent's, torchrun's, or one of this process alone."""
+    """The store at which the ranks meet: the agent's, torchrun's, or one for this process alone."""
     if environment.socket is not None:
         return connect_store(environment.store, settings.timeout_s)
     if environment.world_size == 1 and "RANK" not in os.environ:

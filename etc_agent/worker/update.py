@@ -1,4 +1,4 @@
-"""The two local halves of a training step's update: what is found out before the vote, and what follows from it."""
+"""The two local halves of applying a step: the check before the vote, and the update after it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from etc_agent.torch_private.grad_scaler import found_inf
 
 
 def can_apply(state: TrainState) -> bool:
-    """Whether this rank's gradients are fit to be applied: with a gradient scaler, unscaled and all finite.
+    """Whether this rank's gradients can be applied: with a gradient scaler, unscaled and all finite.
 
-    A script that has called ``scaler.unscale_`` itself, to clip gradients, is not in the way.
+    A script may have called ``scaler.unscale_`` itself, in order to clip gradients.
     """
     if state.scaler is None or state.optimizer is None or not state.scaler.is_enabled():
         return True
@@ -19,9 +19,9 @@ def can_apply(state: TrainState) -> bool:
 
 
 def apply(state: TrainState, ok: bool) -> None:
-    """Step optimizer and schedule if the vote was `ok`; in any case drop the gradients and update the scaler.
+    """Step the optimizer and scheduler if the vote was `ok`; in any case drop the gradients and update the scaler.
 
-    The scaler hears what the vote said, not what this rank found: all ranks keep one scale.
+    The scaler is given the result of the vote, not this rank's own check, so that all ranks keep the same scale.
     """
     if state.optimizer is not None:
         if ok:

@@ -1,4 +1,4 @@
-"""The one small collective of a step: eight bytes, MIN over every rank."""
+"""The one small collective of a step: an eight-byte MIN all-reduce over all ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from etc_agent.worker.world.stores import raw_group
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """What one rank says, or what all ranks together said: `ok` on every rank, and the least `armed` generation."""
+    """One rank's vote, or the result over all ranks: `ok` on every rank, and the smallest `armed` generation."""
 
     ok: bool
     armed: int
 
 
 class Vote:
-    """Votes of one generation, over a CPU gloo group of its own."""
+    """The votes of one generation, over a CPU gloo group of its own."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
         self._group = raw_group(store, rank, size, timeout_s)
 
     def cast(self, ballot: Ballot) -> Ballot:
-        """Vote, and return the result: the same on every rank.
+        """Vote, and return the result, which is equal on every rank.
 
         Raises:
             RuntimeError: a rank was lost, or did not vote in time.
@@ -34,7 +34,7 @@ class Vote:
 
 
 def minimum(group: dist.ProcessGroup, ballot: Ballot) -> Ballot:
-    """MIN of all ranks' ballots over a raw group."""
+    """MIN over all ranks' ballots, over a raw group."""
     values = torch.tensor([ballot.ok, ballot.armed], dtype=torch.int32, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)

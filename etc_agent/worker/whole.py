@@ -1,4 +1,4 @@
-"""The unsharded model, made once by its own constructors, for jobs that start from what these compute."""
+"""The unsharded model, built once by its own constructors, for jobs that start from the constructors' values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _REMEDY = "give TrainState an init function, which fills in each rank's part"
 
 
 def build_whole(build: Build, settings: Settings, generation: int, num_sharing: int) -> WholeModel:
-    """The model as `build` makes it for one rank alone, on the real device, with torch's generators started from the
+    """The model as `build` makes it for a single rank, on the real device, with torch's generators seeded with the
     session's seed: equal on every worker that calls this, whatever its own config.
 
-    `num_sharing`: workers that take memory for it from the same device.
+    `num_sharing`: the number of workers that allocate memory for it on the same device.
 
     Raises:
-        EtcError: the model cannot be built for one rank alone, or it does not fit on the device.
+        EtcError: the model cannot be built for a single rank, or it does not fit on the device.
     """
     with contextlib.closing(build_fake(0, ParallelConfig(), settings.device)) as world:
         _check_fits(build, world, settings, generation, num_sharing)

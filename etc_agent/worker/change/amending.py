@@ -1,4 +1,6 @@
-"""Making what `build` returns agree with what the script has made of the state, and refusing what would be lost."""
+"""Repeats on a newly built state what the script has changed on the old one, and refuses a change that would lose
+state.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ _log = logging.getLogger(__name__)
 _MOST_NAMES = 5
 
 Said = Sequence[Mapping[str, Any]]
-"""Worker -> its `amendments` as JSON, and whether it `has_values` of parameters that are no tensors."""
+"""Worker -> its `amendments` as JSON, and whether its optimizer `has_values`: state of parameters that is not
+tensors."""
 
 
 def gather_amendments(group: dist.ProcessGroup, holdings: Holdings | None) -> Said:
-    """What each worker of the previous generation has changed of what `build` made. Collective.
+    """What each worker of the previous generation has changed since its `build`. Collective.
 
     Raises:
         RuntimeError: a worker was lost.
@@ -37,7 +40,8 @@ def gather_amendments(group: dist.ProcessGroup, holdings: Holdings | None) -> Sa
 
 
 def amend(state: TrainState | None, world: World | None, said: Said) -> tuple[ErrorKind, str] | None:
-    """Change `state` (None on a worker that leaves) as the script has changed the previous one; the refusal, if any."""
+    """Change `state` (None on a worker that leaves) as the script has changed the old state; returns a refusal, if
+    any."""
     try:
         amendments = _merged(said)
         if state is not None and world is not None:
@@ -49,13 +53,13 @@ def amend(state: TrainState | None, world: World | None, said: Said) -> tuple[Er
 
 
 def check_carried(said: Said, previous: Sequence[Manifest], current: Sequence[Manifest]) -> list[str]:
-    """Check that the next generation has a place for all optimizer state, and that all ranks of a parameter amend it
-    alike. Entry i of all three is worker i's.
+    """Check that the next generation has a place for all optimizer state, and that all ranks of a parameter have
+    changed it alike. Entry i of all three arguments is worker i's.
 
-    Returns the tensors of the model that the next generation has not, for a warning.
+    Returns the tensors of the old model that the new one does not have, to be named in a warning.
 
     Raises:
-        EtcError: neither is so; the message names the tensors.
+        EtcError: one of the checks fails; the message names the tensors.
     """
     held = [{shard.tensor.name for shard in manifest} for manifest in previous]
     _check_replicas([row["amendments"] for row in said], held)
@@ -74,7 +78,8 @@ def check_carried(said: Said, previous: Sequence[Manifest], current: Sequence[Ma
 
 
 def warn_of_losses(generation: int, dropped: Sequence[str], holdings: Holdings | None, is_first: bool) -> None:
-    """Say what the next generation begins without. `is_first`: of the ranks that hold the same parameters."""
+    """Log which state the next generation does not take over. `is_first`: first of the ranks with the same
+    parameters."""
     if dropped:
         _log.warning(
             "generation %d has no %s, whose values end with this one: build() does not make them",

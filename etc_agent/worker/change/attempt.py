@@ -1,11 +1,11 @@
-"""One worker's attempt to enter a prepared generation: what goes wrong, and the votes on what comes of it.
+"""One worker's attempt to enter a prepared generation: errors, and the votes that decide whether it is committed.
 
-    vote of all workers -> vote of the old generation's workers -> old rank 0 tells those that join
+    vote of all workers -> vote of the old generation's workers -> old rank 0 tells the workers that join
 
-A worker that is lost during the first vote leaves some with its result and others with an error. The second vote has
-the old generation's own connections and decides: either all of them saw the first one succeed, or all stay. So the
-loss of a worker that joins costs the others no more than the time; where one of the old generation is lost, that
-generation cannot train on anyway.
+A worker that is lost during the first vote leaves some workers with its result and others with an error. The second
+vote runs over the old generation's own connections and decides: the change is committed only if all old workers saw the
+first vote succeed. So losing a worker that joins costs the others only time. Losing a worker of the old generation is
+different: that generation cannot train without it in any case.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COMMITTED_TAG = 2
 
 
 class Told(Enum):
-    """How the other workers learn of a problem."""
+    """How the other workers learn of a problem on this one."""
 
     KNOWN = "all of them have found the same"
     BY_VOTE = "this worker says so in the next vote"
@@ -44,7 +44,7 @@ class Told(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why this worker cannot enter the generation: `reason` is for people."""
+    """Why this worker cannot enter the generation: `reason` in one line for people."""
 
     reason: str
     kind: ErrorKind
@@ -55,8 +55,8 @@ class Attempt:
     """One worker's attempt; `live` is None on a worker that joins.
 
     Attributes:
-        problem: the first thing that went wrong here; the parts after it are left out.
-        last_sends: messages to the workers that join, still on their way.
+        problem: the first error of this worker; later parts of the switch are then skipped.
+        last_sends: messages to the workers that join, not yet complete.
     """
 
     def __init__(self, prepared: PreparedGeneration, live: LiveGeneration | None, phases: Phases) -> None:
@@ -69,12 +69,12 @@ class Attempt:
 
     @property
     def reason(self) -> str:
-        """Why this worker cannot enter, "" where it can."""
+        """Why this worker cannot enter, or "" if it can."""
         return self.problem.reason if self.problem is not None else ""
 
     @property
     def kind(self) -> ErrorKind:
-        """Of that problem. Where there is none here, it is another worker's."""
+        """The kind of that problem. Without a problem here, another worker has one."""
         return self.problem.kind if self.problem is not None else ErrorKind.PEER_LOST
 
     @property
@@ -82,11 +82,11 @@ class Attempt:
         return self.problem is not None and self.problem.told is Told.BY_CUTTING
 
     def do(self, phase: str, work: Callable[[], T]) -> T | None:
-        """The result of a part that needs no other worker; None where it fails, or where something has already."""
+        """Run a part that needs no other worker. Returns None if it fails, or if an earlier part has failed."""
         return self._do(work, Told.BY_VOTE, phase)
 
     def talk(self, work: Callable[[], T]) -> T | None:
-        """`do` for a part in which workers wait for each other, and which times its own phases."""
+        """`do` for a part in which workers wait for each other, and which times its phases itself."""
         return self._do(work, Told.BY_CUTTING, None)
 
     def _do(self, work: Callable[[], T], told: Told, phase: str | None) -> T | None:
@@ -102,26 +102,27 @@ class Attempt:
             return None
 
     def meet_known(self, reason: str) -> None:
-        """A problem that every worker has found in the same message."""
+        """Record a problem that every worker has found in the same message."""
         self._meet(Problem(reason, ErrorKind.RAISED, Told.KNOWN), None)
 
     def cut_if_alone(self) -> None:
-        """No vote comes before the next messages: if this worker cannot take part, cut connections have to tell."""
+        """If this worker has a problem, cut its connections: no vote precedes the next messages, so peers would
+        wait."""
         if self.problem is not None and self.problem.told is Told.BY_VOTE:
             self.problem = replace(self.problem, told=Told.BY_CUTTING)
 
     def vote_to_begin(self) -> bool:
-        """Whether every worker is there and without a problem: the same on all workers of the old generation. One that
-        joins is told what it sees itself.
+        """Whether every worker is present and without a problem. The result is the same on all workers of the old
+        generation; a worker that joins gets the result of the first vote.
 
         Raises:
-            RuntimeError: a worker of the old generation was lost, or, where this one joins, any.
+            RuntimeError: a worker of the old generation was lost; on a worker that joins: any worker was lost.
         """
         with self._phases.phase("begin"):
             return self._vote()
 
     def vote_to_commit(self) -> bool:
-        """As `vote_to_begin`, and the same on every worker that joins, too.
+        """As `vote_to_begin`, but the result is also the same on every worker that joins.
 
         Raises:
             RuntimeError: as for `vote_to_begin`.
@@ -158,22 +159,23 @@ class Attempt:
         return agreed
 
     def _hear(self) -> bool:
-        """From old rank 0, which says nothing and cuts its connections where the change was not committed."""
+        """Receive the result from old rank 0. If the change was not committed it sends nothing and cuts its
+        connections."""
         told = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._prepared.group.recv([told], 0, _COMMITTED_TAG).wait()
         return bool(told)
 
     def _meet(self, problem: Problem, error: Exception | None) -> None:
-        # A later one may change how the others learn of it, not what it is.
+        # A later problem may change how the others learn of it, but not the reason that is reported.
         self.problem = problem if self.problem is None else replace(self.problem, told=problem.told)
-        # At once: the agent may stop this worker before the error comes through.
+        # Logged at once: the agent may stop this worker before the error has propagated.
         _log.error(
             "generation %d: migration failed: %s%s", self._prepared.generation.id, problem.reason, self._mode.account(),
             exc_info=error if problem.told is Told.BY_VOTE else None,
         )
 
     def _cut(self) -> None:
-        """Close the change's connections: whoever waits for this worker hears of it now, not at its timeout."""
+        """Close the change's connections: peers that wait for this worker fail now instead of at their timeout."""
         self._prepared.close()
-        # Schedules and errors refer to each other in circles, and a kept group keeps its sockets.
+        # Schedules and tracebacks form reference cycles, and a group keeps its sockets open until it is collected.
         gc.collect()

@@ -1,9 +1,9 @@
-"""One change of generation as one worker sees it: from the agent's request until the switch, or until it is given up.
+"""One change of generation as one worker sees it: from the agent's request until the switch, or until it is aborted.
 
-A change owns all that is made for it: its thread, connections, groups, world, and the memory of the next generation.
-Its thread prepares, and then waits for what becomes of it. Other threads only tell it: `take` where every rank is
-armed, `abort` where the agent withdraws it. What is given up is freed by the change's own thread, at once: if that
-waits for peers, the change's connections are cut.
+A change owns everything that is made for it: a thread, connections, groups, a world, and the memory of the next
+generation. Its thread prepares, and then waits for what happens to the change. Other threads only signal it: `take`
+when every rank is armed, `abort` when the agent withdraws the generation. After an abort the change's own thread frees
+everything at once; if it is waiting for peers, the change's connections are cut.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from etc_agent.worker.world.connections import Connections, StoreConnection
 _log = logging.getLogger(__name__)
 
 _STORE_GRACE_S = 1.0
-"""After so long the store's connection is cut, too. It is not at first, since PyTorch writes a stack trace then."""
+"""Seconds after which the store's connection is cut too. Not at first, because PyTorch then logs a stack trace."""
 _CUT_AGAIN_S = 0.1
 
 
 class AbortedError(EtcError):
-    """The change was given up by the agent while it was prepared."""
+    """The agent withdrew the generation while it was being prepared."""
 
 
 class End(enum.Enum):
-    """What became of a prepared change."""
+    """What happened to a prepared change."""
 
     TAKEN = enum.auto()
     ABORTED = enum.auto()
@@ -54,8 +54,8 @@ class End(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the agent asks for: `generation` instead of `previous`, for the worker at `slot`. `in_force`: the number of
-    the generation that this worker is in, 0 where it joins."""
+    """What the agent asks for: a change from `previous` to `generation` by the worker in `slot`. `in_force`: the
+    generation that this worker trains in, 0 where it joins."""
 
     generation: Generation
     previous: Generation
@@ -64,7 +64,7 @@ class Order:
 
 
 class Change:
-    """See the module. `before`: the change that came before this one; this one begins when that has ended."""
+    """See the module. `before`: the previous change; this one begins when that one has ended."""
 
     def __init__(
         self,
@@ -94,19 +94,19 @@ class Change:
         return self._order.generation
 
     def start(self) -> None:
-        """Begin to prepare. Answers the agent with Prepared or Refused, or not at all where it is aborted before."""
+        """Begin to prepare. The agent is sent Prepared or Refused, or nothing if the change is aborted before that."""
         self._thread.start()
 
     # -- for other threads -----------------------------------------------------------------------------------------
 
     def at_safe_point(self, state: TrainState) -> None:
-        """Called by the main thread between two steps: take down what it holds, if that is still to be done."""
+        """Called by the main thread between two steps: make the `Holdings` if the preparation still needs them."""
         if self._holdings.done() or not self._order.in_force:
             return
         try:
             self._tell(self._holdings.set_result, Holdings.of(state))
         except Exception as error:
-            # Without its traceback, which would hold on to the state.
+            # Without its traceback, which would keep the state alive.
             self._tell(self._holdings.set_exception, EtcError(one_line(error)))
 
     def is_prepared(self) -> bool:
@@ -114,7 +114,7 @@ class Change:
             return self._prepared is not None
 
     def take(self) -> PreparedGeneration:
-        """The prepared generation, from now on the caller's."""
+        """Hand the prepared generation over to the caller, which owns it from now on."""
         with self._changed:
             assert self._prepared is not None, "armed, but not prepared"
             assert self._end is None, "armed, but given up"
@@ -124,7 +124,7 @@ class Change:
             return prepared
 
     def abort(self) -> None:
-        """Give it up, unless it is taken. Returns at once; `join` waits until all is freed."""
+        """Abort the change unless it was taken. Returns at once; `join` waits until everything is freed."""
         with self._changed:
             if self._end is not None:
                 return
@@ -136,7 +136,8 @@ class Change:
             threading.Thread(target=self._free_thread, name=f"etc-abort-{self.generation.id}", daemon=True).start()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended and all that was not taken is freed; whether that is so in time."""
+        """Wait until the thread has ended and everything that was not taken is freed; returns whether it did in
+        time."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -144,10 +145,10 @@ class Change:
     # -- for the preparation, on the change's thread ---------------------------------------------------------------
 
     def check(self) -> None:
-        """Go on only while the change is wanted.
+        """Raise if the change was aborted.
 
         Raises:
-            AbortedError: it is not.
+            AbortedError: it was.
         """
         with self._changed:
             if self._end is End.ABORTED:
@@ -173,7 +174,7 @@ class Change:
             ) from None
 
     def await_memory(self) -> None:
-        """Wait until what earlier generations held is freed, so that free memory can be measured."""
+        """Wait until the memory of earlier generations is freed, so that measuring free memory is meaningful."""
         if not self._retirements.wait(self._settings.abort_timeout_s):
             _log.warning("the generation before is not freed yet; generation %d may find little memory free",
                          self.generation.id)
@@ -193,7 +194,7 @@ class Change:
             del prepared
         self._forget_holdings()
         if self._end is not End.TAKEN:
-            # Modules, schedules and tracebacks refer to each other in circles, and a kept group keeps its sockets.
+            # Modules, schedules and tracebacks form reference cycles, and a group keeps its sockets until collected.
             gc.collect()
 
     def _await_predecessor(self) -> None:
@@ -215,7 +216,7 @@ class Change:
             _log.info("generation %d was withdrawn while it was prepared", generation)
             return
         except Exception as error:
-            # Whoever waits for this worker hears of it now.
+            # Peers that wait for this worker fail now instead of at their timeout.
             self.connections.cut()
             with self._changed:
                 is_wanted = self._end is None
@@ -232,7 +233,7 @@ class Change:
             self._report(answer)
 
     def _free_thread(self) -> None:
-        """Cut what the thread may be waiting on, until it has ended."""
+        """Cut the connections that the thread may be waiting on, until it has ended."""
         start = time.monotonic()
         while self._thread.is_alive() and time.monotonic() - start < self._settings.abort_timeout_s:
             self.connections.cut()

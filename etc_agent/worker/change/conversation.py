@@ -1,8 +1,8 @@
-"""A worker's side of the control socket: what the agent asks for, done beside training.
+"""A worker's side of the control socket: what the agent asks for, done while the main thread trains.
 
-One thread receives. Describing models and changes have threads of their own, so that a request that waits for peers
-never keeps the next one from being heard. None of these threads is given the live generation: the main thread alone
-has that, and tells what they need of it at safe points.
+One thread receives. Describing models and preparing changes run on threads of their own, so that a request which waits
+for peers never delays the next message. None of these threads touches the live generation: only the main thread does,
+and at safe points it hands them the values that they need.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from etc_agent.worker.settings import Settings
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 3.0
-"""Longest wait for a change that is given up since the session ends: what is left goes with the process."""
+"""Seconds to wait, when the session ends, for an aborted change. What is left then ends with the process."""
 
 
 class Conversation:
-    """Hears the agent out. `generation`: the one that this worker was started for; `in_force` tells the number of the
-    one in force, 0 before a joiner's first."""
+    """Receives and answers the agent's messages. `generation`: the one that this worker was started for; `in_force`
+    returns the number of the generation in force, 0 before a joiner's first."""
 
     def __init__(
         self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings,
@@ -75,19 +75,19 @@ class Conversation:
         ]
 
     def introduce(self, step: int = 0) -> None:
-        """Say who this is, once; it comes before anything else. `step`: the first that this worker runs."""
+        """Send Hello, once, before anything else. `step`: the first step that this worker runs."""
         if not self._is_introduced:
             self._is_introduced = True
             self.report(replace(self._hello, step=step))
 
     def start(self, step: int = 0) -> None:
-        """Introduce this worker, which is ready for changes or questions, and listen from now on."""
+        """Introduce this worker, which is ready for changes and questions, and start to receive."""
         self.introduce(step)
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Stop listening, and give up the change that is prepared."""
+        """Stop receiving, and abort the change that is being prepared."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -102,7 +102,8 @@ class Conversation:
                 thread.join(timeout=1.0)
 
     def report(self, message: Message) -> None:
-        """Send to the agent. A lost agent is no reason to stop: its guardian ends this process if it must."""
+        """Send to the agent. Errors are ignored: if the agent is gone, its guardian ends this process when
+        necessary."""
         try:
             self._channel.send(message)
         except OSError as error:
@@ -115,19 +116,19 @@ class Conversation:
     # -- for the main thread ---------------------------------------------------------------------------------------
 
     def at_safe_point(self, state: TrainState) -> None:
-        """Between two steps: if a change is prepared that has to know what this worker holds, take that down now."""
+        """Between two steps: if a change is being prepared that needs this worker's `Holdings`, make them now."""
         with self._changed:
             change = self._change
         if change is not None:
             change.at_safe_point(state)
 
     def armed(self) -> int:
-        """The generation to vote for, or 0 where no new one is armed here."""
+        """The generation to vote for, or 0 where no new one is armed on this worker."""
         with self._changed:
             return self._armed
 
     def take(self, generation: int) -> PreparedGeneration:
-        """The prepared `generation`, now the caller's: a vote has found every rank armed for it."""
+        """Hand over the prepared `generation`: a vote has found every rank armed for it."""
         with self._changed:
             change, self._change, self._armed = self._change, None, 0
         assert change is not None, "armed, but nothing is prepared"
@@ -135,7 +136,8 @@ class Conversation:
         return change.take()
 
     def drop_withdrawn(self) -> None:
-        """Called after a vote that did not switch: give up what was withdrawn since it was armed."""
+        """Called after a vote that did not lead to a switch: abort the change if it was withdrawn since it was
+        armed."""
         with self._changed:
             change = self._change
             if change is None or change.generation.id != self._withdrawn:
@@ -143,10 +145,10 @@ class Conversation:
         change.abort()
 
     def await_armed(self, timeout_s: float) -> PreparedGeneration:
-        """Wait until the agent has armed what this joining worker prepared, and take it.
+        """On a worker that joins: wait until the agent has armed its prepared generation, and take it.
 
         Raises:
-            SystemExit: the generation was withdrawn, or the agent is gone; a joiner has nothing to lose.
+            SystemExit: the generation was withdrawn, or the agent is gone; a joiner has no state to lose.
             EtcError: neither happened in time.
         """
         with self._changed:
@@ -154,12 +156,12 @@ class Conversation:
                 raise EtcError(f"joined, but no generation was armed within {timeout_s:g} s")
             if not self._armed:
                 raise SystemExit(0)
-            # From here on a withdrawal has to end the process: the main thread waits inside the migration's groups.
+            # From here on a withdrawal must end the process: the main thread waits inside the migration's groups.
             self._entering = generation = self._armed
         return self.take(generation)
 
     def await_end(self, timeout_s: float) -> None:
-        """Answer questions until the agent has closed the connection, or stops this process."""
+        """Answer questions until the agent closes the connection or stops this process."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, timeout_s)
 
@@ -237,7 +239,7 @@ class Conversation:
             self._changed.notify_all()
             change, is_armed = self._change, self._armed == generation
             self._armed = 0 if is_armed else self._armed
-        # Once armed, a vote in flight may still find every rank armed: the main thread decides after it.
+        # Once armed, a vote under way may still find every rank armed, so the main thread decides after that vote.
         if change is not None and change.generation.id == generation and not is_armed:
             change.abort()
 
@@ -257,7 +259,7 @@ class Conversation:
 
 
 def _exit_now() -> None:
-    """End this process from the control thread, its main thread being inside a collective that will not return."""
+    """End this process from the control thread: the main thread is inside a collective that will not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Who takes part in a change, and under which number."""
+"""The crew of a change: all workers that take part in it, and their numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from etc_agent.parallel.topology import Slot
 class Crew:
     """The workers of the previous and of the next generation, as one of them sees them.
 
-    They are numbered as in the migration plan: those of the previous generation by their rank in it, then those that
-    join by their rank in the next one.
+    They are numbered as in the migration plan: the workers of the previous generation by their rank in it, then the
+    workers that join by their rank in the next generation.
 
     `slots`: worker -> its slot. `next_ranks`: worker -> its rank in the next generation, None where it leaves.
-    `num_previous`: how many are in the previous generation. `worker`: the number of this one.
+    `num_previous`: the size of the previous generation. `worker`: this worker's number.
     """
 
     slots: tuple[Slot, ...]
@@ -27,7 +27,7 @@ class Crew:
 
     @classmethod
     def of(cls, slot: Slot, generation: Generation, previous: Generation) -> Crew:
-        """The crew of the change from `previous` to `generation`, as the worker at `slot` sees it.
+        """The crew of the change from `previous` to `generation`, for the worker in `slot`.
 
         Raises:
             EtcError: the slot is in neither generation.
@@ -70,5 +70,5 @@ class Crew:
 
     @property
     def num_on_this_node(self) -> int:
-        """How many workers share this one's host, itself included."""
+        """How many workers of the crew are on this worker's host, itself included."""
         return sum(slot.node == self.slots[self.worker].node for slot in self.slots)

@@ -1,6 +1,6 @@
-"""A job under an agent: the generation in force, and how another one follows at a safe point.
+"""A job under an agent: the generation in force, and the switch to the next one at a safe point.
 
-Everything here runs on the main thread. What goes on beside training is behind the `Conversation` with the agent.
+Everything in this module runs on the main thread. Whatever runs beside training is behind `Conversation`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.conversation import Conversation
 from etc_agent.worker.change.holdings import reshard
 from etc_agent.worker.change.prepared import PreparedGeneration
-from etc_agent.worker.change.retire import Retired, Retirements, spare_the_collector
+from etc_agent.worker.change.retire import Retired, Retirements, exclude_from_collection
 from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
 from etc_agent.worker.course import Course
 from etc_agent.worker.fixed_size import leave
@@ -76,7 +76,7 @@ class Elastic:
         """Enter the first generation: a fresh one, or the one that this worker joins."""
         dump_stacks_on_signal()
         install()
-        spare_the_collector()
+        exclude_from_collection()
         if self._environment.is_joining:
             self._conversation.start()
             self._signals = LeftToAgent(self._conversation.report)
@@ -97,15 +97,15 @@ class Elastic:
             raise
 
     def _refuse(self, error: ConfigRefusedError) -> None:
-        """The model cannot have the config that it was to start with. The agent asks this worker about others before it
-        stops it and starts anew."""
+        """The model refuses the config that it was to start with. The agent asks this worker about other configs, then
+        stops it and restarts all workers."""
         _log.error("the model refuses the config to start with, and is asked about others: %s", one_line(error))
         self._conversation.start()
         self._conversation.report(Refused(self._environment.generation, one_line(error), ErrorKind.MODEL))
         self._conversation.await_end(self._settings.timeout_s)
 
     def close(self, error: BaseException | None) -> None:
-        """The session ends, by `error` if there is one."""
+        """End the session, because of `error` if there is one."""
         if self._signals is not None:
             self._signals.close()
         if error is not None and _is_failure(error):
@@ -119,7 +119,7 @@ class Elastic:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def safe_point(self) -> None:
-        """Between two steps: enter the generation that the last vote found every rank armed for."""
+        """Between two steps: enter the generation for which the last vote found every rank armed, if any."""
         self._between_steps()
         while self._is_held and self._course.step < self._course.num_steps:
             self._hold()
@@ -130,7 +130,7 @@ class Elastic:
         self._at(Position.STEP)
 
     def vote(self, *, ok: bool) -> bool:
-        """Whether every rank says `ok`; the same vote finds the generation to enter next."""
+        """Return whether every rank votes `ok`; the same vote finds the generation to enter next."""
         live = self.live
         assert live is not None
         assert live.vote is not None
@@ -185,7 +185,7 @@ class Elastic:
         retired = Retired(self.live, prepared, outcome.last_sends)
         self.live, self._course.step = prepared.next, outcome.step
         self._is_held = prepared.generation.is_held
-        # Last: once the agent has heard this, it may ask for the next change.
+        # Last: after this message the agent may ask for the next change.
         self._report_switch(prepared, outcome)
         if self.live is None:
             raise SystemExit(0)
@@ -193,7 +193,7 @@ class Elastic:
         self._at(Position.BETWEEN)
 
     def _stay(self, prepared: PreparedGeneration, outcome: Switch) -> None:
-        """The migration's vote failed: the previous generation goes on as if nothing had been."""
+        """The vote has failed: the previous generation continues as if no change had been tried."""
         generation = prepared.generation.id
         error = outcome.error or "the migration failed on another worker"
         self._conversation.report(Refused(generation, error, outcome.kind))
@@ -204,8 +204,8 @@ class Elastic:
         _log.error("generation %d was not entered; training goes on in generation %d", generation, self._in_force())
 
     def _retire_previous(self) -> None:
-        """Free the generation before this one. Not before a step has ended: that one is measured, and the script's
-        variables refer to the old generation until then."""
+        """Free the generation before this one, after the first step in the new one: that step is still part of the
+        measured stop, and until then the script's variables refer to the old state."""
         assert self._entered is not None
         (_, retired), self._entered = self._entered, None
         self._retirements.retire(retired)
@@ -213,7 +213,7 @@ class Elastic:
     # -- what the agent is told ------------------------------------------------------------------------------------
 
     def _in_force(self) -> int:
-        """The number of the generation in force, 0 before the first. Other threads ask, too."""
+        """The number of the generation in force, 0 before the first. Also called from other threads."""
         live = self.live
         return live.id if live is not None else 0
 
@@ -243,7 +243,7 @@ class Elastic:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether a process that ends by `error` has failed, and was not only told to stop."""
+    """Whether a process that ends by `error` has failed, rather than being told to stop."""
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return isinstance(error, Exception)

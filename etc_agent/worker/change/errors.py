@@ -1,4 +1,4 @@
-"""What can go wrong at a switch so that the job cannot go on in the previous generation."""
+"""Failures of a switch after which the job cannot continue in the previous generation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from etc_agent.errors import EtcError, PeerLostError
 
 
 class SwitchError(PeerLostError):
-    """A worker was lost while the job changed. Whether the others switched is not known here."""
+    """A worker was lost during a switch. Whether the others have switched is not known on this worker."""
 
 
 class StateLostError(EtcError):
-    """A switch in `release` mode failed after it had begun: neither generation's state is whole."""
+    """A switch in `release` mode failed after it had begun: neither generation's state is complete."""

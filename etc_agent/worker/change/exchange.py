@@ -1,4 +1,4 @@
-"""JSON values over a raw gloo group: from one worker to all, and from all to all. No pickle."""
+"""JSON values over a raw gloo group: broadcast and all-gather, without pickle."""
 
 from __future__ import annotations
 

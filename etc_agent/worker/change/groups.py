@@ -20,8 +20,8 @@ from etc_agent.worker.world.swap import World
 
 @dataclass(slots=True, eq=False)
 class Groups:
-    """`all_workers`: of both generations, rank = number in the crew. `world`, `vote`: of the next generation, None on a
-    worker that leaves."""
+    """`all_workers`: of both generations; the rank is the worker's number in the crew. `world`, `vote`: of the next
+    generation, None on a worker that leaves."""
 
     all_workers: dist.ProcessGroup
     world: World | None
@@ -33,10 +33,10 @@ class Groups:
 
 
 class GroupMaker:
-    """Makes a change's groups over a client of the store that is the change's own, and notes all their connections.
+    """Makes a change's groups with a store client of the change's own, and notes all their connections.
 
     Args:
-        check: called now and then while workers are waited for; what it raises ends the wait.
+        check: called repeatedly while waiting for workers; an exception that it raises ends the wait.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class GroupMaker:
         self._check = check
 
     def make(self) -> Groups:
-        """Collective over the crew. No group is begun before all workers are there, so none waits long for another.
+        """Collective over the crew. All workers meet first, so that no worker waits long inside the making of a group.
 
         Raises:
-            PeerLostError: the store does not answer, or a worker did not come in time; the message says which.
+            PeerLostError: the store does not answer, or a worker did not come in time; the message names it.
             RuntimeError: a worker was lost.
         """
         store = self._store()
@@ -98,6 +98,6 @@ class GroupMaker:
         return self._connections.record(lambda: Vote(store, rank, size, timeout_s), lambda _: 1)
 
     def _exchange_ports(self, store: dist.Store) -> None:
-        """Tell each other where the groups listen, so that each can cut its connections to the others."""
+        """Exchange the addresses on which groups listen, so that each worker can cut its connections to the others."""
         rows = self._meet(store, "ports", json.dumps(self._connections.listening))
         self._connections.learn((address, port) for row in rows for address, port in json.loads(row))

@@ -1,8 +1,8 @@
-"""What a worker holds of its generation's state, as the main thread found it at a safe point.
+"""Holdings: what a worker holds of its generation's state, as the main thread found it at a safe point.
 
-Only the main thread looks at live modules, and only at a safe point: while a step runs, modules may hold other tensors
-than those that are state (FSDP2 registers unsharded parameters between its hooks before forward and after backward).
-Whatever works beside training is given this value instead.
+Live modules are read only by the main thread and only at a safe point: during a step, modules may hold other tensors
+than their state (FSDP2 registers unsharded parameters from before forward to after backward). Code that runs beside
+training is given this value instead.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """`tensors`: every tensor of the state, views of other tensors too: the shard that this worker has of it -> the
-    local plain tensor, which shares the live one's storage and is outside autograd. `amendments`: what the script has
-    changed of what `build` made. `changed_numbers`: plain attributes that have changed, before and now. `has_values`:
-    whether the optimizer keeps Python values for some parameters."""
+    """`tensors`: every tensor of the state, including views of other tensors: this worker's shard of it -> the local
+    plain tensor, which shares the live tensor's storage and is detached from autograd. `amendments`: what the script
+    has changed since `build`. `changed_numbers`: plain numeric attributes that have changed, with old and new value.
+    `has_values`: whether the optimizer keeps Python values for some parameters."""
 
     tensors: Mapping[Shard, torch.Tensor]
     amendments: Amendments
@@ -40,10 +40,10 @@ class Holdings:
 
     @classmethod
     def of(cls, state: TrainState) -> Holdings:
-        """What `state` is made of now. For the main thread, at a safe point.
+        """Take down `state` as it is now. Call it on the main thread, at a safe point.
 
         Raises:
-            EtcError: the state holds what cannot be moved; the message names it.
+            EtcError: the state contains something that cannot be moved; the message names it.
         """
         reshard(state)
         alike: dict[tuple[Any, ...], Shard] = {}
@@ -54,7 +54,8 @@ class Holdings:
         return cls(tensors, Amendments.of(state), changed_plain_numbers(state), has_parameter_values(state))
 
     def check_same_shards(self, now: Holdings) -> None:
-        """Check that `now`, taken later, has the same shards, so that a plan made for these holds for those.
+        """Check that `now`, taken later, has the same shards, so that a plan made for the first is valid for the
+        second.
 
         Raises:
             EtcError: tensors were added, removed, or have another shape, dtype or sharding; the message names them.
@@ -70,15 +71,15 @@ class Holdings:
 
 
 def reshard(state: TrainState) -> None:
-    """Have modules hold their state and nothing else. FSDP2 leaves the outermost ones unsharded after a forward pass
-    that no backward pass follows, such as an evaluation between two steps."""
+    """Reshard FSDP2 modules, so that they hold their state only. FSDP2 leaves the outermost modules unsharded after a
+    forward pass without backward, such as an evaluation between two steps."""
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _shard_of(name: str, tensor: torch.Tensor, alike: dict[tuple[Any, ...], Shard]) -> Shard:
-    """As `shard_of`. Which box it is gets worked out once for all tensors that are `alike`: training stands still."""
+    """As `shard_of`, but computes the box once for all tensors that are `alike`, because training stands still."""
     placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     key = (tensor.shape, tensor.dtype, local_tensor(tensor).shape, placed)
     first = alike.get(key)

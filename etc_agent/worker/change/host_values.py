@@ -1,6 +1,7 @@
-"""The state that is not tensors, at a switch: from the old ranks to every worker, and into the new generation.
+"""The state that is not tensors (*host state*), at a switch: from the old ranks to every worker, and into the new
+state.
 
-Old rank 0's is for all; an extra may have state of its own on each rank (`user_state`).
+Everybody takes old rank 0's; an extra may have state of its own on each rank (`user_state`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HostValues:
-    """The same value on every worker.
+    """The host state of all old ranks; equal on every worker.
 
-    `step`: the first of the new generation. `shared`: old rank 0's state; `own`: each old rank's. `error`: why one of
-    them could not be read from the script's objects, "" where all could. `arrived`: when they were here
-    (`time.perf_counter`); a worker that joins has waited for them until then.
+    `step`: the first step of the new generation. `shared`: old rank 0's state; `own`: each old rank's own part.
+    `error`: why one of them could not be read from the script's objects, "" if all could. `arrived`: when this worker
+    had received them (`time.perf_counter`); a worker that joins has waited until then.
     """
 
     step: int
@@ -42,7 +43,7 @@ NO_VALUES = HostValues(0, {}, [], "", 0.0)
 
 
 def share(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, phases: Phases) -> HostValues:
-    """Exchange the host state; `step` is the next one, on a worker of the old generation.
+    """Exchange the host state. `step`: the next step, on a worker of the old generation.
 
     Raises:
         RuntimeError: a worker was lost.
@@ -67,7 +68,7 @@ def share(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, 
 
 
 def load(values: HostValues, prepared: PreparedGeneration) -> None:
-    """Put them into the new generation, where this worker is part of it."""
+    """Load the values into the new generation, if this worker is part of it."""
     following = prepared.next
     if following is None:
         return
@@ -78,7 +79,7 @@ def load(values: HostValues, prepared: PreparedGeneration) -> None:
 
 
 def _read(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `read` returns, or the error that the script's `state_dict` raises: it is told to every worker."""
+    """What `read` returns, or the error that the script's `state_dict` raises, to be sent to every worker."""
     try:
         return {"state": read(), "error": ""}
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A switch in `keep` mode: the old state stays whole until the vote, and a failed change costs only the time."""
+"""The `keep` mode of a switch: the old state stays intact until the vote, so a failed change costs only time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor of the new generation, `name`, that is a view of another one, `owner_name`."""
+    """A tensor `name` of the new generation that is a view of another one, `owner_name`."""
 
     name: str
     owner_name: str
@@ -37,15 +37,15 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class NewTensors:
-    """The tensors of the new generation by shard, DTensors as they are, and those that are views of others."""
+    """The tensors of the new generation by shard (DTensors as such), and those that are views of others."""
 
     tensors: Mapping[Shard, torch.Tensor]
     views: tuple[View, ...]
 
     @classmethod
     def of(cls, state: TrainState, manifest: Manifest) -> NewTensors:
-        """Those of a state on the meta device, where what shares memory is meant to. They stay the same tensors when
-        they get memory."""
+        """The tensors of a state on the meta device, where tensors that share memory are meant to share it. The tensor
+        objects stay the same when they get memory."""
         tensors = all_tensors(state)
         names = {id(tensor): name for name, tensor in tensors.items()}
         views = (View(name, names[id(alias.owner)], alias) for name, alias in aliases_of(tensors).items())
@@ -54,7 +54,7 @@ class NewTensors:
         return cls(found, tuple(views))
 
     def local(self) -> dict[Shard, torch.Tensor]:
-        """The plain tensors of this worker's parts."""
+        """The local plain tensors."""
         return {shard: local_tensor(tensor) for shard, tensor in self.tensors.items()}
 
 
@@ -67,10 +67,10 @@ def allocate(
     memory: SharedMemory | None,
     device: torch.device,
 ) -> NewTensors:
-    """Give the new generation its memory: that of the old tensor where the plan keeps it whole and it is arranged as
-    build() does, else new memory, already touched.
+    """Give the new generation its memory: the old tensor's memory where the plan keeps a whole shard and the strides
+    are those that build() gives, else new memory with all pages allocated.
 
-    `memory`: where workers of this host can write to.
+    `memory`: the part that workers of this host can write to.
     """
     kept = {
         Shard(refer.tensor, refer.target_box): sources[Shard(refer.tensor, refer.source_box)]
@@ -80,7 +80,7 @@ def allocate(
     shared = memory.tensors if memory is not None else {}
 
     def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
-        # Replicas on other workers have the strides that build() gives them, and gradients follow the strides.
+        # Gradients follow the strides, and replicas on other workers have the strides that build() gives.
         if shard in kept and kept[shard].stride() == meta.stride():
             return kept[shard]
         if shard in shared and meta.is_contiguous():
@@ -95,7 +95,7 @@ def allocate(
 
 
 def check_views(views: tuple[View, ...], live: Mapping[str, torch.Tensor]) -> None:
-    """Check that what is a view of another tensor in the new generation is one in the old generation, too.
+    """Check that a tensor which is a view of another one in the new generation is a view in the old one, too.
 
     Args:
         live: the old local tensors by name.
@@ -133,12 +133,14 @@ class Keeping:
         return rebound
 
     def begin(self, attempt: Attempt) -> bool:
-        """Nobody asks the others first. One that cannot take part cuts its connections, since they wait for it."""
+        """No vote before the migration. A worker that has a problem cuts its connections, since the others wait for
+        it."""
         attempt.cut_if_alone()
         return True
 
     def take_over(self) -> None:
-        """Where an old tensor that stays has got other memory since the preparation, the new one gets it as well."""
+        """Where an old tensor that stays has got other memory since the preparation, the new tensor uses that
+        memory."""
         if self._new is None or not self._has_rebound:
             return
         targets = self.migration.targets
@@ -156,10 +158,10 @@ class Keeping:
         return ""
 
     def refused(self, generation: int, attempt: Attempt) -> None:
-        """The old generation is whole."""
+        """Nothing to do: the old generation is intact."""
 
 
 def _put(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Put a tensor, or the local one of a DTensor, over the memory of a plain one."""
+    """Let a tensor, or a DTensor's local tensor, use the memory of a plain tensor."""
     local = local_part(tensor) if isinstance(tensor, DTensor) else tensor
     local.data = memory

@@ -1,6 +1,6 @@
-"""The end of a switch for workers that leave: a process that exits early could take the vote's last messages with it.
+"""The end of a switch for workers that leave: if one exited early, the vote's last messages could be lost with it.
 
-Every worker tells each that leaves that it has seen the vote; one that leaves waits for all the others.
+So every worker confirms to each leaving worker that it has seen the vote, and a leaving worker waits for all of them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SEEN_TAG = 1
 
 
 def tell_leavers(prepared: PreparedGeneration) -> list[dist.Work]:
-    """Tell those that leave; returns the sends, to be waited for before the group goes."""
+    """Send the confirmation to those that leave; returns the sends, to be waited for before the group is closed."""
     byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
     others = (leaver for leaver in prepared.crew.leaving if leaver != prepared.crew.worker)
     return [prepared.group.send([byte], leaver, _SEEN_TAG) for leaver in others]
 
 
 def wait_for_all(prepared: PreparedGeneration) -> None:
-    """On a worker that leaves: wait until all others have said that they have seen the vote."""
+    """On a worker that leaves: wait until all others have confirmed that they have seen the vote."""
     group = prepared.group
     others = [other for other in range(prepared.crew.num_workers) if other != prepared.crew.worker]
     works = [group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], other, _SEEN_TAG) for other in others]
@@ -34,5 +34,5 @@ def wait_for_all(prepared: PreparedGeneration) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            # It has seen the vote or is dead; either way it needs nothing more from here.
-            _log.info("worker %d went before saying so: %s", other, one_line(error))
+            # It has seen the vote or is dead; in both cases it needs nothing more from this worker.
+            _log.info("worker %d ended before it confirmed the vote: %s", other, one_line(error))

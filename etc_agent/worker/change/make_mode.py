@@ -1,4 +1,4 @@
-"""From the choice of a mode to its plan and its prepared side on this worker."""
+"""From the choice of a mode to its migration plan, and to the mode's object on this worker."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from etc_agent.worker.settings import Settings
 def make_plan_for(
     choice: Choice, old: Sequence[Manifest], new: Sequence[Manifest], nodes: Sequence[int]
 ) -> MigrationPlan:
-    """The plan from the manifests `old` to `new`, by worker; `nodes` has the number of each worker's node."""
+    """The plan from the manifests `old` to `new`, by worker; `nodes`: worker -> number of its node."""
     if choice.mode == "release":
         return plan_release(old, new, choice.budget_bytes, nodes)
-    # On one host nobody's port is relieved by a detour.
+    # Forwarding relieves network ports; on a single host there is nothing to relieve.
     return make_plan(old, new, nodes=nodes, forwarding=len(set(nodes)) > 1)
 
 
@@ -42,14 +42,15 @@ def make_mode(
     following: LiveGeneration | None,
     settings: Settings,
 ) -> Mode:
-    """This worker's side of the chosen mode.
+    """The chosen mode's object for this worker.
 
     Args:
-        sources: the old tensors, the random stream's buffer among them.
-        manifest: what the worker will hold, streams too. In `keep`, `following`, the new generation, gets memory here.
+        sources: the old tensors, including the buffer of the random stream.
+        manifest: what the worker will hold, including streams. In `keep` mode this call allocates `following`, the new
+            generation.
 
     Raises:
-        EtcError: a tensor is not what the plan says of it.
+        EtcError: a tensor does not match the plan.
     """
     timeout_s, verify = settings.switch_timeout_s, settings.verify_dir is not None
     if choice.mode == "release":
@@ -66,7 +67,7 @@ def make_mode(
         targets = new.local()
         shared = memory.tensors if memory is not None else {}
         for shard in manifest:
-            if shard not in targets:  # a random stream: no tensor of the model
+            if shard not in targets:  # a random stream, which is not a tensor of the model
                 targets[shard] = shared.get(shard, torch.zeros(shard.box.shape, dtype=torch.uint8, device="cpu"))
     keeping = KeepingMigration(
         plan, worker, sources, targets, group, timeout_s=timeout_s, memory=memory, verify=verify

@@ -1,11 +1,12 @@
 """How the state moves at a switch: what `keep` and `release` do differently there.
 
-A mode is made while a generation is prepared, and has four parts in the switch:
+A mode is created while a generation is prepared. It has four parts in the switch:
 
     begin -> run -> take over -> (vote) -> committed, or refused
 
-`begin` is where a mode says what has to be true before the first byte moves. A mode that sends beside one more step of
-the old generation (hidden transfer, docs/architecture.md) would send there, and `run` what that step has changed.
+`begin` is where a mode checks what must be true before the first byte moves. A mode that sends during one more step of
+the old generation (hidden transfer, docs/architecture.md) would send there, and `run` would send what that step
+changed.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ class Mode(Protocol):
     def migration(self) -> Migration: ...
 
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
-        """Take the old tensors as the last step left them.
+        """Read the old tensors as the last step left them.
 
         Returns:
-            Those that have other memory than when the change was prepared.
+            The shards whose memory is not the same as when the change was prepared.
 
         Raises:
-            EtcError: one of them cannot be moved as it is now.
+            EtcError: one of them cannot be moved in its present form.
         """
 
     def begin(self, attempt: Attempt) -> bool:
-        """Whether the migration starts: the same on every worker that can still be reached."""
+        """Whether the migration starts; the same on every worker that can still be reached."""
 
     def take_over(self) -> None:
-        """Give the tensors that have come to the new generation's model and optimizer. Before the vote."""
+        """Give the new generation's model and optimizer the tensors that have arrived. Called before the vote."""
 
     def close(self) -> None:
-        """Take no further part. What is needed for `account` stays."""
+        """Release connections and memory. `account` still works afterwards."""
 
     def account(self) -> str:
         """What this worker has released of the old state, as the end of a message to people; "" for nothing."""
 
     def refused(self, generation: int, attempt: Attempt) -> None:
-        """The vote has failed after `begin`. Returns where the old generation can go on.
+        """Called when the vote fails after `begin`. Returns normally if the old generation can continue.
 
         Raises:
-            StateLostError, SwitchError: it cannot; the second where workers were lost.
+            StateLostError, SwitchError: it cannot continue; SwitchError if workers were lost.
         """

@@ -1,4 +1,4 @@
-"""How long the parts of a switch take."""
+"""The duration of each phase of a switch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from etc_agent.migration.report import Span
 
 
 class Phases:
-    """The parts that have ended, in milliseconds by name; `spans` has when each began, and those of the migration."""
+    """Phase -> milliseconds, for the phases that have ended; `spans` also has their starts, and those of the
+    migration."""
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""Building a generation beside training: its groups, its part of the model, and the migration into it.
+"""Preparing a generation beside training: its groups, this worker's part of the model, and the migration into it.
 
-Everything here runs on the change's thread while the main thread trains on in the previous generation. All workers of
-both generations take part (`crew`).
+Everything here runs on the change's thread while the main thread continues to train in the previous generation. All
+workers of both generations take part (`crew`).
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ from etc_agent.worker.world.swap import World, entered
 _log = logging.getLogger(__name__)
 
 Refusal = tuple[ErrorKind, str]
-"""Why a worker cannot have its part of the next generation."""
+"""Why a worker cannot build its part of the next generation: kind of error, and reason."""
 
 
 class Owner(Protocol):
-    """The change that is prepared: it knows the connections that are made, and says when to stop."""
+    """The change that is being prepared: it knows the connections that are made, and whether it was aborted."""
 
     connections: Connections
     store_connection: StoreConnection
 
     def check(self) -> None:
-        """Raises an EtcError where the change is not wanted any more."""
+        """Raise an EtcError if the change was aborted."""
 
     def holdings(self) -> Holdings | None:
         """What this worker holds, taken at a safe point; None where it joins."""
 
     def await_memory(self) -> None:
-        """Wait until what earlier generations held is freed."""
+        """Wait until the memory of earlier generations is freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is prepared, by which worker."""
+    """What is prepared, and by which worker."""
 
     generation: Generation
     previous: Generation
@@ -74,8 +74,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OldSide:
-    """What this worker brings. `stream`: its random stream and a buffer for it, where that is carried on; it is among
-    the `sources`, too."""
+    """What this worker has of the old state. `stream`: its random stream and a buffer for it, if it is carried over;
+    the buffer is among the `sources`, too."""
 
     holdings: Holdings | None
     sources: dict[Shard, torch.Tensor]
@@ -95,7 +95,7 @@ class NewSide:
 def prepare(
     owner: Owner, generation: Generation, previous: Generation, slot: Slot, script: Build, settings: Settings
 ) -> PreparedGeneration:
-    """Build `generation` for the worker at `slot`.
+    """Prepare `generation` on the worker in `slot`.
 
     Raises:
         ValueError, EtcError: the model refuses the config, on this worker or another; or the manifests do not fit.
@@ -151,7 +151,7 @@ def _phase(phases_ms: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _build(task: Task, world: World | None, script: Build) -> tuple[TrainState | None, Refusal | None]:
-    """This worker's part of the model; an error is told to the others with the manifests, so that nobody waits."""
+    """This worker's part of the model. An error is returned, and sent with the manifests, so that no worker waits."""
     if world is None:
         return None, None
     settings = task.settings
@@ -185,7 +185,7 @@ def _new_side(task: Task, state: TrainState | None, world: World | None) -> NewS
 
 
 def _mode_request(task: Task) -> ModeRequest:
-    """What this worker asks for; workers of one node share what its host has free."""
+    """What this worker asks for; workers on one node share the host's free memory."""
     settings = task.settings
     sharing = task.crew.num_on_this_node if settings.device.type == "cpu" else 1
     return ModeRequest(settings.migration, settings.budget_bytes, free_bytes(settings.device) // sharing)
@@ -199,7 +199,7 @@ def _say(old: OldSide, new: NewSide, refusal: Refusal | None, request: ModeReque
 
 
 def _refuse_if_any(rows: Sequence[dict[str, Any]]) -> None:
-    """Raises RelayedError where a worker refuses: of several, what the others most likely follow from."""
+    """Raise RelayedError if a worker refuses; of several refusals, the one that most likely caused the others."""
     kinds = list(ErrorKind)
     refusals = [row["refusal"] for row in rows if row["refusal"] is not None]
     if refusals:
@@ -208,7 +208,7 @@ def _refuse_if_any(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _plan(task: Task, old: OldSide, said: Said, rows: Sequence[dict[str, Any]]) -> tuple[Choice, MigrationPlan]:
-    """The mode and the plan, the same on every worker, from what all of them have said."""
+    """The mode and the plan, equal on every worker, derived from the manifests and requests of all workers."""
     crew, generation = task.crew, task.generation
     before, after = ([decode_manifest(row[side]) for row in rows] for side in ("old", "new"))
     views = {name for row in rows for name in row["views"]}
@@ -227,7 +227,7 @@ def _plan(task: Task, old: OldSide, said: Said, rows: Sequence[dict[str, Any]]) 
 
 
 def _following(task: Task, groups: Groups, state: TrainState | None) -> LiveGeneration | None:
-    """The next generation on this worker, still without memory."""
+    """The next generation on this worker, not yet with memory."""
     generation, settings, rank = task.generation, task.settings, task.crew.new_rank
     if state is None or groups.world is None or rank is None:
         return None

@@ -1,4 +1,4 @@
-"""What a preparation leaves for the switch."""
+"""The result of a preparation, which the switch uses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from etc_agent.worker.live import LiveGeneration
 
 @dataclass(slots=True, eq=False)
 class PreparedGeneration:
-    """Everything that the switch needs. `next` is None on a worker that leaves. In `release` mode the model in `next`
-    is on the meta device until its tensors have come. `old_stream` and `new_stream` are the worker's random stream
-    among its old and its new tensors, the old one with a buffer to read it into; None where it is not carried on.
+    """Everything that the switch needs. `next`: the new generation, None on a worker that leaves. In `release` mode its
+    model is on the meta device until its tensors have arrived. `old_stream`, `new_stream`: the worker's random stream
+    among its old and its new tensors, the old one with a buffer to read it into; None where it is not carried over.
 
-    `holdings`: what this worker held when it was prepared, None where it joins. `has_values`: whether the optimizer of
-    any worker keeps Python values for some parameters. `moved_bytes`: between all workers.
+    `holdings`: what this worker held during the preparation, None where it joins. `has_values`: whether the optimizer
+    of any worker keeps Python values for some parameters. `moved_bytes`: bytes sent between workers, over all workers.
     """
 
     generation: Generation
@@ -45,7 +45,7 @@ class PreparedGeneration:
     phases_ms: dict[str, float] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Drop it all, connections included; the other workers' next operation on them fails."""
+        """Drop everything, including connections; the other workers' next operation on them fails."""
         if self.next is not None:
             self.next.world.close()
         self.next = None

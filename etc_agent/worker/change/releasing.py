@@ -1,4 +1,4 @@
-"""A switch in `release` mode: the old state goes as the new one comes, so there is no way back once it has begun."""
+"""The `release` mode of a switch: old tensors are freed as new ones arrive, so once begun it cannot be undone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Releasing:
-    """The mode `release`. `following`, the new generation, is None on a worker that leaves; its model is on the meta
+    """The mode `release`. `following`: the new generation, None on a worker that leaves; its model is on the meta
     device until `take_over`."""
 
     def __init__(self, migration: ReleasingMigration, following: LiveGeneration | None) -> None:
@@ -32,7 +32,9 @@ class Releasing:
         return self.migration.refresh(sources)
 
     def begin(self, attempt: Attempt) -> bool:
-        """A vote of every worker: nobody gives anything up before all are known to be there and fit."""
+        """A vote of all workers: no memory is released before every worker is known to be present and without a
+        problem.
+        """
         return attempt.vote_to_begin()
 
     def take_over(self) -> None:
@@ -42,13 +44,13 @@ class Releasing:
         targets = self.migration.targets
 
         def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
-            # Nobody sends an empty shard.
+            # An empty shard is sent by nobody, so there is no target for it.
             return targets[shard] if shard in targets else torch.empty_like(meta, device=following.parallel.device)
 
         with entered(following.world):
             materialise(following.state, provide)
             for shard, tensor in shards_of(following.state).items():
-                # The optimizer makes some scalars on the host at once, not on the meta device.
+                # The optimizer creates some scalars on the host directly, not on the meta device.
                 if shard in targets and not same_memory(tensor, targets[shard]):
                     copy_bits((as_bits(tensor),), (as_bits(targets[shard]),))
 

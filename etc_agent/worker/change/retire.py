@@ -1,4 +1,6 @@
-"""Letting a generation go that is no longer in force: its groups, sockets, threads and memory, in the background."""
+"""Retiring a generation that is no longer in force: its groups, sockets, threads and memory are freed in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class Retired:
     """What is left of a change. `old`: the generation that was left, None on a worker that joined, and where the change
-    failed. `is_entered`: the prepared generation is in force, and only what the switch needed is left of it.
+    failed. `is_entered`: the prepared generation is in force, so only what the switch needed is to be freed.
 
-    `last_sends`: messages to workers that leave or have joined, still on their way over the change's group.
+    `last_sends`: messages to workers that leave or join, not yet complete, over the change's group.
     """
 
     old: LiveGeneration | None
@@ -31,36 +33,36 @@ class Retired:
     is_entered: bool = True
 
 
-def spare_the_collector() -> None:
-    """Let later garbage collections pass over what is there already: modules above all, some 300,000 objects.
+def exclude_from_collection() -> None:
+    """Exclude all objects that exist now from later garbage collections: mostly modules, some 300,000 objects.
 
-    A generation that goes needs a full collection. It holds the interpreter lock, and would stop the first steps of
-    the new generation for as long as it takes to visit every object.
+    Retiring a generation needs a full collection. It holds the interpreter lock, so without this it would stop the
+    first steps of the new generation for as long as visiting every object takes.
     """
-    # The first optimizer step would import this anyway, and it is the largest part.
+    # The first optimizer step would import this anyway; it has most of the objects.
     import_compiler()
     gc.collect()
     gc.freeze()
 
 
 class Retirements:
-    """Generations on their way out: what they hold counts as in use until it is freed."""
+    """Generations that are being freed: until that is done their memory counts as in use."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_left = 0
 
     def announce(self) -> None:
-        """A generation is no longer in force; `retire` follows."""
+        """Announce that a generation is no longer in force; a call of `retire` follows."""
         with self._changed:
             self._num_left += 1
 
     def retire(self, retired: Retired) -> None:
-        """Free an announced one on a thread of its own; the caller keeps no reference to any part."""
+        """Free an announced generation on a separate thread; the caller must keep no reference to any part of it."""
         threading.Thread(target=self._retire, args=(retired,), name="etc-retire", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all that were announced are freed; whether that is so in time."""
+        """Wait until all announced generations are freed; returns whether that happened in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_left, timeout_s)
 
@@ -84,9 +86,9 @@ def _let_go(retired: Retired) -> None:
         retired.old.world.close()
         retired.old = None
     if retired.is_entered:
-        # The world in `next` is the one in force now: it stays.
+        # The world in `next` is the one in force now, so it stays open.
         retired.prepared.next = None
     retired.prepared.close()
     del retired.prepared
-    # Modules, schedules and hooks refer to each other in circles, and a kept group keeps its sockets and threads.
+    # Modules, schedules and hooks form reference cycles, and a group keeps its sockets and threads until collected.
     gc.collect()

@@ -1,8 +1,8 @@
-"""Random streams: one per grid coordinate.
+"""Random streams: the states of torch's generators, one per grid coordinate.
 
-A coordinate that exists in the previous and the current generation keeps its stream bit for bit: the stream is a
-logical tensor of its own and moves with the rest of the state. A coordinate that is new derives its stream from (seed,
-generation, rank). Streams are not shared between coordinates.
+A coordinate that exists in both the previous and the next generation keeps its stream bit for bit: the stream is a
+logical tensor and moves with the rest of the state. A coordinate that is new derives its stream from (seed, generation,
+rank). Streams are never shared between coordinates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def derived_seed(seed: int, generation: int, rank: int) -> int:
 
 
 def start_stream(seed: int, generation: int, rank: int) -> None:
-    """Put torch's generators, the host's and the device's, at the start of a new stream."""
+    """Set torch's generators, the host's and the device's, to the start of a new stream."""
     torch.manual_seed(derived_seed(seed, generation, rank))
 
 

@@ -2,10 +2,10 @@
 
     host values -> refresh -> begin -> migrate -> take over, load -> vote: the commit point -> swap
 
-Until the vote nothing of the previous generation is touched in `keep` mode, so a failed vote costs only the time, and
-so does the loss of a worker that joins (`attempt`). After it every worker is in the new generation, and those that
-leave go once every other worker has seen the vote succeed. In `release` mode `begin` is a vote too, after which there
-is no way back (`mode`).
+In `keep` mode nothing of the previous generation is modified before the vote, so a failed vote, or losing a worker that
+joins (`attempt`), costs only time. After the vote every worker is in the new generation, and workers that leave exit
+once every other worker has seen the vote succeed. In `release` mode `begin` is a vote too, after which the switch
+cannot be undone (`mode`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Switch:
-    """What came of a switch. `is_committed`: the new generation is in force; else the old one still is.
+    """The result of a switch. `is_committed`: the new generation is in force; otherwise the old one still is.
 
-    `start`: when this worker knew the switch had begun (`time.perf_counter`); `step`: the first of the new generation.
-    `report`: of the migration, None where it did not end. `last_sends`: messages to workers that leave or join, to be
-    waited for before the change's group goes. `error`: why this worker voted against, "" where it did not; `kind`: of
-    that error, or of the others that there must be.
+    `start`: when this worker knew that the switch had begun (`time.perf_counter`); `step`: the first step of the new
+    generation. `report`: of the migration, None if it did not complete. `last_sends`: messages to workers that leave or
+    join, to be waited for before the change's group is closed. `error`: why this worker voted against, "" if it did
+    not; `kind`: of that error, or, if this worker has none, of another worker's.
     """
 
     is_committed: bool
@@ -67,12 +67,12 @@ class Switch:
 
 
 def switch(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, settings: Settings) -> Switch:
-    """Move into `prepared`; `live` is None on a worker that joins, `step` the next step on one that does not.
+    """Switch to `prepared`. `live`: the generation in force, None on a worker that joins. `step`: the next step to run.
 
     Raises:
-        SwitchError: a worker without which the previous generation cannot go on was lost before the vote's result was
-            known; or any worker, and there is no way back (`release` mode).
-        StateLostError: the vote failed, and there is no way back.
+        SwitchError: a worker was lost before the vote's result was known, and the previous generation cannot continue
+            without it; or any worker was lost after `release` had begun.
+        StateLostError: the vote failed after `release` had begun.
     """
     outcome = Switch(False, step, time.perf_counter())
     attempt, mode = Attempt(prepared, live, outcome.phases), prepared.mode
@@ -110,7 +110,7 @@ def _host_values(
         return NO_VALUES
     outcome.step = values.step
     if live is None:
-        # It has been waiting; its stop begins when the others arrive.
+        # A worker that joins has been waiting; its part of the stop begins when the others arrive.
         outcome.start = values.arrived
     if values.error:
         attempt.meet_known(values.error)
@@ -118,11 +118,11 @@ def _host_values(
 
 
 def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str | None) -> None:
-    """Take the state as the last step left it.
+    """Read the state as the last step left it.
 
     Raises:
-        EtcError: a tensor has come, gone or been cut in another way since the preparation, or cannot be moved as it is;
-            or the script has frozen or unfrozen parameters since.
+        EtcError: a tensor was added, removed or resharded since the preparation, or cannot be moved in its present
+            form; or the script has frozen or unfrozen parameters since.
     """
     assert prepared.holdings is not None, "a worker of the old generation holds something"
     prepared.holdings.amendments.check_same(Amendments.of(live.state))
@@ -147,7 +147,7 @@ def _migrate(prepared: PreparedGeneration, phases: Phases) -> MigrationReport:
     """Move the tensors.
 
     Raises:
-        MigrationError: a worker was lost, so that others may wait for this one.
+        MigrationError: it failed here; other workers may still be waiting for this one.
     """
     shown = ProgressBar() if prepared.crew.worker == 0 else nullcontext()
     with phases.phase("migrate"), shown as bar:
@@ -157,7 +157,7 @@ def _migrate(prepared: PreparedGeneration, phases: Phases) -> MigrationReport:
 
 
 def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> None:
-    """The vote has succeeded: nothing in here may fail for reasons of the job."""
+    """Enter the new generation. The vote has succeeded, so this must not fail for any reason that concerns the job."""
     outcome.last_sends += tell_leavers(prepared)
     following = prepared.next
     if following is None:
@@ -180,7 +180,7 @@ def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> 
 
 
 def _tell(prepared: PreparedGeneration, outcome: Switch) -> None:
-    """One line for people, in worker 0's log."""
+    """Log one line about the switch, on worker 0 only."""
     if prepared.crew.worker == 0:
         choice = prepared.choice
         _log.warning(
@@ -190,7 +190,9 @@ def _tell(prepared: PreparedGeneration, outcome: Switch) -> None:
 
 
 def write_switch_trace(folder: str, prepared: PreparedGeneration, outcome: Switch) -> None:
-    """Write ``switch-<generation>-worker-<number>.json``: this worker's phases. Failure is logged only."""
+    """Write ``switch-<generation>-worker-<number>.json``, this worker's phases as a Chrome trace. Errors are only
+    logged.
+    """
     assert outcome.report is not None
     worker = prepared.crew.worker
     phases = outcome.phases

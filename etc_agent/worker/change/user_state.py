@@ -1,11 +1,12 @@
-"""A script's own state that is not the same on every rank: it says by a rule how it goes over to another config.
+"""State of the script that differs between ranks: a rule says how it is carried over to another config.
 
-An extra (`TrainState.extras`) with a `rule` attribute is carried by that rule; one without is `replicated`, equal on
+An extra (`TrainState.extras`) with a `rule` attribute is carried by that rule. One without it is `replicated`: equal on
 every rank, and rank 0's is taken.
 
-* ``per_rank``: a coordinate of the grid that exists before and after keeps its own; a new one keeps what `build` made.
-* ``per_sample``: its state is a dict by sample; every rank gets the union of all, and drops what it
-  does not need. Two ranks may have the same sample if they say the same of it.
+* ``per_rank``: a grid coordinate that exists before and after the change keeps its own state; a new one keeps what
+  `build` made.
+* ``per_sample``: the state is a dict keyed by sample. Every rank gets the union of all and drops what it does not need.
+  Two ranks may have an entry for the same sample if the entries are equal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def rules_of(state: TrainState) -> dict[str, str]:
     """The rule of every extra.
 
     Raises:
-        EtcError: there is no such rule.
+        EtcError: an extra has an unknown rule.
     """
     rules = {name: getattr(extra, "rule", "replicated") for name, extra in state.extras.items()}
     for name, rule in rules.items():
@@ -35,8 +36,8 @@ def rules_of(state: TrainState) -> dict[str, str]:
 
 
 def own_state(state: TrainState) -> dict[str, Any]:
-    """What this rank has to say of its own, to be gathered from all: extras with a rule, and what the optimizer keeps
-    of this rank's parameters in Python values."""
+    """This rank's own state, to be gathered from all ranks: extras with a rule, and optimizer state of this rank's
+    parameters that is Python values."""
     own = {name for name, rule in rules_of(state).items() if rule != "replicated"}
     return {
         "extras": {name: encode(state.extras[name].state_dict(), f"extras.{name}") for name in sorted(own)},
@@ -47,10 +48,10 @@ def own_state(state: TrainState) -> dict[str, Any]:
 def load_own_state(
     state: TrainState, gathered: list[dict[str, Any]], previous: ParallelConfig, config: ParallelConfig, rank: int
 ) -> None:
-    """Give this rank of `config` its part; `gathered` has what the ranks of `previous` said, in their order.
+    """Load this rank's part under `config`. `gathered`: the own states of the ranks of `previous`, in rank order.
 
     Raises:
-        EtcError: two ranks contradict each other, about a sample or about a parameter.
+        EtcError: two ranks have different entries for one sample or one parameter.
     """
     load_parameter_values(state, [said["parameters"] for said in gathered])
     at = config.coordinate(rank)

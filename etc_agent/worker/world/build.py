@@ -1,7 +1,7 @@
 """Building a world: its default group, one group per axis, and the mesh over them.
 
-Group names are process-global in C++, so every world numbers its groups from an offset of its own, the same on all its
-ranks.
+Group names are process-global in torch's C++ code, so every world numbers its groups from an offset of its own, which
+is the same on all of its ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _fake_numbers = itertools.count(_FIRST_FAKE_WORLD)
 def build(
     store: dist.Store, rank: int, config: ParallelConfig, number: int, device: torch.device, timeout_s: float
 ) -> World:
-    """Build the world of generation `number` in the calling thread, beside whatever world is active.
+    """Build the process groups of generation `number` in the calling thread, beside the world that is in use.
 
-    Collective over the ranks of `config`; `store` is the generation's own, and this thread's alone. Every group gets
-    `timeout_s`, and is used once so that its connections stand.
+    Collective over the ranks of `config`. `store` belongs to this generation and this thread only. Every group gets
+    `timeout_s`, and runs one operation so that its connections are open before the switch.
 
     Raises:
         dist.DistError, RuntimeError: a rank did not come in time.
@@ -48,7 +48,7 @@ def build(
 
 
 def build_fake(rank: int, config: ParallelConfig, device: torch.device) -> World:
-    """A world without peers, for building `rank`'s part of a model under `config` on meta. Nothing communicates."""
+    """A world without peers, in which `rank`'s part of a model can be built under `config` on the meta device."""
     return _build(fake_store(), rank, config, next(_fake_numbers), "fake", device, timedelta(seconds=1))
 
 
@@ -85,10 +85,10 @@ def _build(
 def _init_default_group(
     store: dist.Store, rank: int, size: int, backend: str, timeout: timedelta
 ) -> Callable[..., Any]:
-    """Make the entered world's default group; return the exception hook that goes with it.
+    """Make the default group of the entered world; return the exception hook that torch has installed for it.
 
-    torch wraps the present hook at every call, to write ``[rank0]`` before tracebacks. Worlds are made again and
-    again, so each wraps the process's own hook and is put in force with its world.
+    At every call torch wraps the present hook, to write ``[rank0]`` before tracebacks. Since worlds are built again and
+    again, each one wraps the process's original hook, and its hook is installed when the world is activated.
     """
     with _building:
         present = sys.excepthook
@@ -103,7 +103,9 @@ def _init_default_group(
 def _axis_group(
     lines: torch.Tensor, rank: int, everyone: dist.ProcessGroup, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """The group along one axis that `rank` is in. `lines`: virtual ranks, that axis last. Every rank makes all."""
+    """The group along one axis that contains `rank`. `lines`: virtual ranks, that axis last. Every rank makes all
+    groups.
+    """
     rows = lines.reshape(-1, lines.shape[-1]).tolist()
     if len(rows) == 1:
         return everyone

@@ -1,8 +1,8 @@
-"""The TCP connections of the gloo groups of a change, so that a change can be broken off.
+"""The TCP connections of the gloo groups of one change, so that the change can be aborted.
 
-gloo cannot abort an operation; but all that wait in one are freed when the sockets under it are shut down.
-A group listens at one port, and each of its connections has that port of one of the two ends: so a connection is told
-by its ends, and those of the store, of the script and of other generations are never touched.
+gloo cannot abort an operation, but every thread that waits in one returns with an error when its sockets are shut down.
+Each group listens on a port of its own, and every connection of the group has that port at one end. So connections are
+recognised by their ports, and those of the store, of the script and of other generations are never touched.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 class Connections:
-    """Those of the groups that were made through `record`. `cut` may be called from any thread."""
+    """The connections of the groups that were made inside `record`. `cut` may be called from any thread."""
 
     def __init__(self) -> None:
         self._listening: dict[int, Endpoint] = {}
         self._peers: frozenset[Endpoint] = frozenset()
 
     def record(self, make: Callable[[], T], num_groups: Callable[[T], int]) -> T:
-        """What ``make()`` returns, with the ports noted at which its groups listen.
+        """Return ``make()``, and note the ports on which the groups that it makes listen.
 
-        Where the process has begun to listen at other ports meanwhile, nothing can be told apart and nothing is noted:
-        what then waits for a peer ends with its timeout.
+        Where the process has opened other listening ports meanwhile, the ports cannot be told apart and none is noted:
+        an operation that waits for a peer then ends with its timeout only.
         """
         before = _listening_sockets()
         made = make()
@@ -44,7 +44,7 @@ class Connections:
 
     @property
     def listening(self) -> tuple[Endpoint, ...]:
-        """Where this process's groups listen, to be told to the peers."""
+        """Where this process's groups listen; peers need to know it (`learn`)."""
         return tuple(self._listening.values())
 
     def learn(self, peers: Iterable[Endpoint]) -> None:
@@ -52,7 +52,7 @@ class Connections:
         self._peers = frozenset(peers)
 
     def cut(self) -> int:
-        """Shut every connection of the groups down; returns how many there were."""
+        """Shut down every connection of the groups; returns how many there were."""
         present = _listening_sockets()
         own = {endpoint for inode, endpoint in self._listening.items() if present.get(inode) == endpoint}
         num_cut = 0
@@ -66,13 +66,13 @@ class Connections:
 
 
 class StoreConnection:
-    """The connection of one client of a TCPStore. A store that does not answer holds its client without end."""
+    """The connection of one TCPStore client. A client whose store does not answer would wait without limit."""
 
     def __init__(self) -> None:
         self._inode: int | None = None
 
     def record(self, connect: Callable[[], T], port: int) -> T:
-        """What ``connect()`` returns: a new client of the store at `port`."""
+        """Return ``connect()``, which makes a new client of the store at `port`."""
         before = _inodes_to(port)
         client = connect()
         new = _inodes_to(port) - before
@@ -80,7 +80,7 @@ class StoreConnection:
         return client
 
     def cut(self) -> None:
-        """Shut it down. May be called from any thread."""
+        """Shut the connection down. May be called from any thread."""
         for each in _own_sockets():
             with each:
                 if os.fstat(each.fileno()).st_ino == self._inode:
@@ -88,7 +88,7 @@ class StoreConnection:
 
 
 def _inodes_to(port: int) -> set[int]:
-    """Connections to `port` at the far end."""
+    """The inodes of this process's connections whose remote port is `port`."""
     found = set()
     for each in _own_sockets():
         with each:
@@ -99,12 +99,12 @@ def _inodes_to(port: int) -> set[int]:
 
 
 def _interfaces() -> int:
-    """At how many ports one group listens."""
+    """The number of ports on which one group listens."""
     return len(os.environ.get(_INTERFACES, "").split(","))
 
 
 def _listening_sockets() -> dict[int, Endpoint]:
-    """inode -> where it listens."""
+    """The inode of each listening socket -> its address."""
     found = {}
     for each in _own_sockets():
         with each:
@@ -114,16 +114,16 @@ def _listening_sockets() -> dict[int, Endpoint]:
 
 
 def _own_sockets() -> Iterator[socket.socket]:
-    """Duplicates of this process's TCP sockets, for the caller to close: what a descriptor stands for may change at any
-    moment, what a duplicate stands for does not."""
+    """Duplicates of this process's TCP sockets, for the caller to close. Other threads may close and reuse a descriptor
+    at any moment; a duplicate keeps referring to the same socket."""
     for name in os.listdir("/proc/self/fd"):
         try:
-            # Nothing else is duplicated: to close one duplicate of a file gives up the process's locks on it.
+            # Only sockets are duplicated: closing a duplicate of a file would release the process's locks on it.
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             each = socket.socket(fileno=os.dup(int(name)))
         except OSError:
-            continue  # it was closed meanwhile
+            continue  # closed by another thread
         if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
             yield each
         else:
@@ -141,7 +141,7 @@ def _shut(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # the other end was quicker
+        pass  # the peer has closed it already
 
 
 def _endpoint(name: tuple) -> Endpoint:

@@ -1,4 +1,4 @@
-"""Meshes of two worlds are unequal, although they may have the same shape and ranks."""
+"""Makes device meshes of different worlds compare unequal, even where shapes and ranks agree."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from etc_agent.torch_private.device_meshes import root_mesh
 def tell_meshes_apart() -> None:
     """Make meshes of two worlds unequal.
 
-    For torch two meshes are equal where their shapes and ranks are. DTensor's caches, kept by each thread (autograd's
-    too) and keyed by meshes, would then answer with a mesh of an earlier generation, and so with groups that are gone.
+    torch compares meshes by shape and ranks. DTensor's caches, which each thread keeps (autograd's threads too) and
+    which use meshes as keys, would otherwise return a mesh of an earlier generation, whose process groups are closed.
     """
     same_ranks = DeviceMesh.__eq__
 

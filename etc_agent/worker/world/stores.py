@@ -1,6 +1,6 @@
-"""Clients of a generation's store, meetings there, and gloo groups outside every world.
+"""Clients of a generation's TCPStore, barriers on it, and gloo groups outside every world.
 
-One TCPStore client is a mutex around one socket, so no two threads may share a client.
+A TCPStore client guards one socket with a mutex, so a thread that waits would block the others: one client per thread.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 
 
 def raw_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group outside every world, over CPU memory: for votes and migrations. Collective over its ranks.
+    """A gloo group over CPU memory that belongs to no world: for votes and migrations. Collective over its ranks.
 
-    It is a backend; of a process group it has the collectives and send and recv, but no name and no place in a world.
+    It is a c10d backend: it has the collectives, send and recv of a process group, but no name and no place in a world.
     """
     return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s)))
 
 
 def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
-    """A client of its own of the TCPStore at ``host:port``.
+    """A new client of the TCPStore at ``host:port``.
 
     Raises:
         PeerLostError: nobody answers there.
@@ -48,12 +48,12 @@ def meet(
     timeout_s: float,
     check: Callable[[], None],
 ) -> list[bytes]:
-    """Wait at the store until all workers have come to the meeting `name`; returns what each has brought, by worker.
+    """Wait at the store until all workers have reached the barrier `name`; returns what each has brought, by worker.
 
-    `check` is called now and then meanwhile; what it raises ends the wait.
+    `check` is called repeatedly while waiting; an exception that it raises ends the wait.
 
     Raises:
-        PeerLostError: not all came in time; the message names those that are missing.
+        PeerLostError: not all came in time; the message names the workers that are missing.
     """
     keys = [f"{name}/{each}" for each in range(num_workers)]
     store.set(keys[worker], value)

@@ -1,9 +1,9 @@
-"""Whole c10d worlds that can be put in place of the one in use, and destroyed later.
+"""Worlds: complete sets of c10d process groups, of which another one can be activated and the old one closed.
 
 torch.distributed keeps its process groups in one module-level object (`torch_private.c10d_world`). Here that object is
-replaced by one whose contents depend on the thread: a background thread *enters* a world of its own and builds a
-default group, axis groups and a device mesh in it (`build`), while every other thread goes on in the active one; the
-main thread *activates* the new world at a safe point.
+replaced by one whose contents depend on the thread. A background thread *enters* a new world and builds its default
+group, axis groups and device mesh there (`build`), while every other thread continues in the active world. The main
+thread *activates* the new world at a safe point.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CONTENTS: Final[dict[str, Callable[[], Any]]] = {
 
 
 class Contents:
-    """What c10d knows of one world."""
+    """What c10d stores about one world."""
 
     default_pg: dist.ProcessGroup | None
     pg_names: dict[dist.ProcessGroup, str]
@@ -54,7 +54,7 @@ class Contents:
 
 
 class _SwappableWorld(c10d_world.WorldObject):
-    """c10d's world object with per-thread contents: those that the thread entered, else the active ones."""
+    """c10d's world object with contents per thread: the world that the thread has entered, else the active one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ class World:
     groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     def close(self) -> None:
-        """Shut down every group of this world, also those that user code made in it. Safe to call twice.
+        """Shut down every group of this world, including groups that user code made in it. Safe to call twice.
 
-        Sockets and threads go when the last reference to a group does; the mesh's are dropped here.
+        Sockets and threads end with the last reference to a group. The references of the mesh are dropped here.
         """
         with entered(self):
             names = dict(self.contents.pg_names)
@@ -111,7 +111,7 @@ original_excepthook = sys.excepthook
 
 
 def install() -> None:
-    """Make worlds swappable in this process.
+    """Replace c10d's module-level object in this process.
 
     Raises:
         EtcError: a default process group exists already.
@@ -132,7 +132,7 @@ def install() -> None:
 
 
 def _explaining(init_process_group: Callable[..., None]) -> Callable[..., None]:
-    """torch's function, which inside a session would only say that it was called twice."""
+    """`init_process_group`, except that inside a session its error message says what to do about it."""
 
     @functools.wraps(init_process_group)
     def explaining(*args: Any, **kwargs: Any) -> None:
@@ -164,15 +164,15 @@ def entered_contents(contents: Contents) -> Iterator[None]:
 
 @contextmanager
 def entered(world: World) -> Iterator[None]:
-    """In this thread alone, torch.distributed means `world`."""
+    """Within the context, in this thread only, torch.distributed uses `world`."""
     with entered_contents(world.contents):
         yield
 
 
 def activate(world: World) -> None:
-    """From now on torch.distributed means `world`, in every thread that has not entered another.
+    """From now on torch.distributed uses `world`, in every thread that has not entered another one.
 
-    The calling thread's caches of DTensor are emptied: what they know is of meshes that do not come back.
+    Clears the calling thread's DTensor caches: their entries refer to meshes that are not used again.
     """
     _swappable().__dict__["active"] = world.contents
     c10d_world.announce_default_group(world.contents.default_pg)
