@@ -11,7 +11,7 @@ from collections.abc import Callable
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import Current, Outcome, Reply, Result
 from etc_agent.reconfig.wanted import parse_wanted
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
 

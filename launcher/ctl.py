@@ -18,7 +18,7 @@ from etc_agent.agent.etcd import connect
 from etc_agent.agent.settings import EtcdSettings
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import History, NodeRecord, Reply, Result
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Snapshot
 from etc_agent.version import version

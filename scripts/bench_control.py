@@ -29,10 +29,10 @@ from multiprocessing.connection import Connection
 import click
 from stand_in_agent import StandInAgent
 
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 LEASE_TTL_S = 10
 SECONDS_BETWEEN_PUTS = 0.3

@@ -36,7 +36,7 @@ from rich.table import Table
 from run_demo import Administrator, running
 
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 
 ROOT = Path(__file__).resolve().parent.parent
 START = "PP2TP1DP1"

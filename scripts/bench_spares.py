@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -32,7 +32,7 @@ from chaos.lineage import examine
 
 from etc_agent.control.causes import ErrorKind
 from etc_agent.reconfig.records import Outcome, Result
-from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.etcd.errors import EtcdError
 from tests.scenarios.network import Network
 
 CALM_S = 2.0

@@ -13,7 +13,7 @@ from rich.console import Console
 from run_demo import Administrator, median_step_ms, running
 
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 
 _CHANGES = ("PP2TP2DP1", "PP1TP2DP2", "PP2TP1DP2", "PP1TP4DP1", "PP2TP2DP1", "PP1TP2DP2")
 _TIMEOUT_S = 300.0

@@ -30,7 +30,7 @@ from rich.console import Console
 
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import History, Result
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
 from launcher.admin import reply_of

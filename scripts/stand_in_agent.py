@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election
+from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror

@@ -18,10 +18,10 @@ from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import Ack, Current, Outcome
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import AmbiguousError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import AmbiguousError
+from etc_agent.rendezvous.etcd.values import Compare, Delete, DeletePrefix, KeyValue, Put
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.values import Compare, Delete, DeletePrefix, KeyValue, Put
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etc_agent.agent.settings import EtcdSettings
-from etc_agent.rendezvous.client import EtcdClient, Tls
+from etc_agent.rendezvous.etcd.client import EtcdClient, Tls
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror
 

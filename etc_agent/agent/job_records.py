@@ -10,8 +10,8 @@ from dataclasses import replace
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.observing import JobRecords
 from etc_agent.reconfig.records import Ack, Current, NodeRecord, Request
+from etc_agent.rendezvous.etcd.values import KeyValue
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.values import KeyValue
 
 logger = logging.getLogger(__name__)
 

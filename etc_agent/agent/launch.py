@@ -46,13 +46,13 @@ from etc_agent.places import socket_folder
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import NodeRecord
 from etc_agent.rendezvous.addresses import LOOPBACK, node_name, reachable_address
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import NameTakenError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import NameTakenError
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.listen import OnSocket
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.listen import OnSocket
+from etc_agent.rendezvous.private.server import EtcdServer
 
 logger = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ from etc_agent.reconfig.records import Current, Outcome, Phase, Result
 from etc_agent.reconfig.tidy import outdated
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
 from etc_agent.rendezvous.attempts import Attempts
-from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election, Mandate
-from etc_agent.rendezvous.errors import EtcdError, FencedError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import EtcdError, FencedError
+from etc_agent.rendezvous.etcd.values import Delete, DeletePrefix
 from etc_agent.rendezvous.fenced import FencedWriter
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.values import Delete, DeletePrefix
 from etc_agent.state.encoding import decode_layout
 from etc_agent.state.layout import Layout
 

@@ -39,9 +39,9 @@ from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.surroundings import Surroundings
 from etc_agent.reconfig.view import View, is_used, store_of, uncleared
 from etc_agent.rendezvous.attempts import Attempts
-from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election
-from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import EtcdError
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror

@@ -7,8 +7,8 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 
-from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.transport import parse_endpoint
+from etc_agent.rendezvous.etcd.errors import EtcdError
+from etc_agent.rendezvous.etcd.transport import parse_endpoint
 
 LOOPBACK = "127.0.0.1"
 _OUTSIDE = ("198.51.100.1:9", "[2001:db8::1]:9")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from etc_agent.rendezvous.errors import EtcdError, EtcdUnavailable
+from etc_agent.rendezvous.etcd.errors import EtcdError, EtcdUnavailable
 
 
 @dataclass(slots=True)

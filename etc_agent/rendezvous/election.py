@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from etc_agent.rendezvous.attempts import Attempts
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import AmbiguousError, ClientClosedError, EtcdError, LeaseLostError
-from etc_agent.rendezvous.lease import Lease
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import AmbiguousError, ClientClosedError, EtcdError, LeaseLostError
+from etc_agent.rendezvous.etcd.lease import Lease
+from etc_agent.rendezvous.etcd.values import Compare, Delete, Get, KeyValue, Put, Value, as_bytes
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
-from etc_agent.rendezvous.values import Compare, Delete, Get, KeyValue, Put, Value, as_bytes
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Mandate
-from etc_agent.rendezvous.errors import AmbiguousError, EtcdUnavailable, FencedError
-from etc_agent.rendezvous.values import (
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import AmbiguousError, EtcdUnavailable, FencedError
+from etc_agent.rendezvous.etcd.values import (
     Compare,
     Delete,
     DeletePrefix,

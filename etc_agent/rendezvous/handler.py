@@ -22,6 +22,6 @@ def entry_point() -> RendezvousHandlerCreator:
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
-    from etc_agent.rendezvous.torchrun_handler import create_handler
+    from etc_agent.rendezvous.torchrun.handler import create_handler
 
     return create_handler(params)

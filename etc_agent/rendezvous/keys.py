@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.etcd.errors import EtcdError
 
 DEFAULT_PREFIX = "/etc-run"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")

@@ -8,10 +8,16 @@ import time
 from collections.abc import Callable
 
 from etc_agent.rendezvous.attempts import Attempts
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import AmbiguousError, ClientClosedError, EtcdError, LeaseLostError, NameTakenError
-from etc_agent.rendezvous.lease import Lease
-from etc_agent.rendezvous.values import Compare, Get, KeyValue, Put, Value, as_bytes
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import (
+    AmbiguousError,
+    ClientClosedError,
+    EtcdError,
+    LeaseLostError,
+    NameTakenError,
+)
+from etc_agent.rendezvous.etcd.lease import Lease
+from etc_agent.rendezvous.etcd.values import Compare, Get, KeyValue, Put, Value, as_bytes
 
 log = logging.getLogger(__name__)
 

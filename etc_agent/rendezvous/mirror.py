@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.values import Event, KeyValue
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.values import Event, KeyValue
 
 log = logging.getLogger(__name__)
 

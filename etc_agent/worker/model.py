@@ -14,7 +14,7 @@ from etc_agent.integrations.native import TrainState, create_optimizer_state, sh
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.encoding import encode_layout
 from etc_agent.state.layout import Shard
-from etc_agent.worker.change.user_state import rules_of
+from etc_agent.worker.change.state.user_state import rules_of
 from etc_agent.worker.context import ParallelContext, check_global_batch
 from etc_agent.worker.world.build import build_fake
 from etc_agent.worker.world.swap import World, entered

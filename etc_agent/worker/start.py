@@ -12,7 +12,7 @@ from etc_agent.errors import ConfigRefusedError, EtcError
 from etc_agent.integrations.native import TrainState, start_values, takes_module_values
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.exchange import gather_json
-from etc_agent.worker.change.rng import start_stream
+from etc_agent.worker.change.state.rng import start_stream
 from etc_agent.worker.context import ParallelContext, check_global_batch
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, build_on_meta

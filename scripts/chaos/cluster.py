@@ -13,10 +13,10 @@ from pathlib import Path
 from chaos.lineage import Account
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.records import Current, History, NodeRecord, Reply
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.listen import OnPort
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.listen import OnPort
+from etc_agent.rendezvous.private.server import EtcdServer
 from tests.scenarios.network import Host, Network
 from tests.scenarios.running import EtcRun
 

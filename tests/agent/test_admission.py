@@ -14,7 +14,7 @@ from etc_agent.agent.settings import JobSettings, ModelFacts, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.reconfig.records import Current, Outcome
-from etc_agent.rendezvous.client import EtcdClient
+from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 
 LEASE_S = 1.0

@@ -24,7 +24,7 @@ import launcher.api
 import launcher.run
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 PROGRAM = r"""
 import os, sys, time

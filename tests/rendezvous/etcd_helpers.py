@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from etc_agent.rendezvous.listen import free_port
-from etc_agent.rendezvous.server import EtcdServer
-from etc_agent.rendezvous.transport import Tls
+from etc_agent.rendezvous.etcd.transport import Tls
+from etc_agent.rendezvous.private.listen import free_port
+from etc_agent.rendezvous.private.server import EtcdServer
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> float:

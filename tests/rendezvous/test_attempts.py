@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etc_agent.rendezvous.attempts import Attempts
-from etc_agent.rendezvous.errors import EtcdError, EtcdUnavailable
+from etc_agent.rendezvous.etcd.errors import EtcdError, EtcdUnavailable
 
 FULL = EtcdError("etcd is full")
 

@@ -6,13 +6,13 @@ import time
 import pytest
 from etcd_helpers import wait_until
 
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import EtcdError, EtcdUnavailable, LeaseLostError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import EtcdError, EtcdUnavailable, LeaseLostError
+from etc_agent.rendezvous.etcd.transport import parse_endpoint
+from etc_agent.rendezvous.etcd.values import Compare, Delete, DeletePrefix, Event, Get, GetPrefix, Put
+from etc_agent.rendezvous.etcd.wire import range_end
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.server import EtcdServer
-from etc_agent.rendezvous.transport import parse_endpoint
-from etc_agent.rendezvous.values import Compare, Delete, DeletePrefix, Event, Get, GetPrefix, Put
-from etc_agent.rendezvous.wire import range_end
+from etc_agent.rendezvous.private.server import EtcdServer
 
 
 def test_what_is_put_is_read_back_with_its_revisions(client: EtcdClient, keys: JobKeys) -> None:

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from etcd_helpers import Wire, etcd_cluster, freeze, make_certificates, wait_until
 
-from etc_agent.rendezvous.client import EtcdClient
 from etc_agent.rendezvous.election import Election, Mandate
-from etc_agent.rendezvous.errors import AmbiguousError, EtcdAuthError, EtcdError, EtcdUnavailable, FencedError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import AmbiguousError, EtcdAuthError, EtcdError, EtcdUnavailable, FencedError
+from etc_agent.rendezvous.etcd.transport import Tls
+from etc_agent.rendezvous.etcd.values import Put
 from etc_agent.rendezvous.fenced import FencedWriter
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.listen import OnPort
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror
-from etc_agent.rendezvous.server import EtcdServer
-from etc_agent.rendezvous.transport import Tls
-from etc_agent.rendezvous.values import Put
+from etc_agent.rendezvous.private.listen import OnPort
+from etc_agent.rendezvous.private.server import EtcdServer
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import pytest
 from etcd_helpers import wait_until
 from stand_in_agent import StandInAgent
 
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import FencedError, NameTakenError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import FencedError, NameTakenError
+from etc_agent.rendezvous.etcd.values import Delete
 from etc_agent.rendezvous.fenced import FencedWriter
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.membership import Membership
-from etc_agent.rendezvous.server import EtcdServer
-from etc_agent.rendezvous.values import Delete
+from etc_agent.rendezvous.private.server import EtcdServer
 
 TTL_S = 2
 

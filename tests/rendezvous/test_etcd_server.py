@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from etcd_helpers import wait_until
 
-from etc_agent.rendezvous.binary import find_etcd
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import EtcdError
+from etc_agent.rendezvous.private.binary import find_etcd
+from etc_agent.rendezvous.private.server import EtcdServer
 
 
 def is_alive(pid: int) -> bool:
@@ -69,7 +69,7 @@ def test_it_keeps_its_data_and_its_port_over_a_crash(etcd: EtcdServer) -> None:
 
 def test_it_ends_and_its_data_go_when_its_owner_is_killed() -> None:
     script = (
-        "import signal; from etc_agent.rendezvous.server import EtcdServer; server = EtcdServer(); "
+        "import signal; from etc_agent.rendezvous.private.server import EtcdServer; server = EtcdServer(); "
         "print(server.pid, server.folder, flush=True); signal.pause()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
@@ -113,7 +113,7 @@ def etcd_processes(folder: str) -> list[int]:
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.2, 0.4])
 def test_an_owner_killed_while_etcd_starts_leaves_no_process(tmp_path: Path, delay_s: float) -> None:
     script = (
-        "import sys, tempfile, time; from etc_agent.rendezvous.server import EtcdServer; "
+        "import sys, tempfile, time; from etc_agent.rendezvous.private.server import EtcdServer; "
         "tempfile.tempdir = sys.stdin.readline().strip(); print(flush=True); EtcdServer(); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
@@ -149,7 +149,7 @@ def test_etcd_dies_with_its_guard(etcd: EtcdServer) -> None:
 
 
 def test_a_taken_port_is_given_up_for_another(monkeypatch: pytest.MonkeyPatch, shared_etcd: EtcdServer) -> None:
-    import etc_agent.rendezvous.listen as module
+    import etc_agent.rendezvous.private.listen as module
 
     taken = int(shared_etcd.endpoint.rpartition(":")[2])
     real, draws = module.free_port, iter([taken])

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from etc_agent.places import socket_folder
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.etcd_log import cause
-from etc_agent.rendezvous.listen import OnSocket
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import EtcdError
+from etc_agent.rendezvous.private.etcd_log import cause
+from etc_agent.rendezvous.private.listen import OnSocket
+from etc_agent.rendezvous.private.server import EtcdServer
 from tests.users import as_root, error_of_another_user
 
 
@@ -81,7 +81,8 @@ def test_another_user_does_not_reach_it(private: EtcdServer) -> None:
 @pytest.mark.parametrize("size", ["64k", "30m"])
 def test_a_temporary_folder_without_room_is_named(tmp_path: Path, size: str) -> None:
     script = (
-        "from etc_agent.rendezvous.errors import EtcdError\nfrom etc_agent.rendezvous.server import EtcdServer\n"
+        "from etc_agent.rendezvous.etcd.errors import EtcdError\n"
+        "from etc_agent.rendezvous.private.server import EtcdServer\n"
         "try: EtcdServer()\nexcept EtcdError as error: print(error)"
     )
     command = f"mount -t tmpfs -o size={size} none {tmp_path} && exec {sys.executable} -c '{script}'"

@@ -19,11 +19,11 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import _register_out_of_tree_handlers, get_rendezvous_handler
 
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import EtcdError
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.server import EtcdServer
-from etc_agent.rendezvous.torchrun_handler import EtcdV3RendezvousHandler, create_handler
+from etc_agent.rendezvous.private.server import EtcdServer
+from etc_agent.rendezvous.torchrun.handler import EtcdV3RendezvousHandler, create_handler
 
 MakeNode = Callable[..., EtcdV3RendezvousHandler]
 
@@ -231,7 +231,7 @@ def test_a_process_that_ends_without_shutdown_leaves_at_once(
     watcher = make_node(min_nodes=1)
     script = (
         "from torch.distributed.elastic.rendezvous import RendezvousParameters as P\n"
-        "from etc_agent.rendezvous.torchrun_handler import create_handler\n"
+        "from etc_agent.rendezvous.torchrun.handler import create_handler\n"
         f"p = P('etcd-v3', '{shared_etcd.endpoint}', '{keys.run_id}', 1, 1, '127.0.0.1', lease_ttl=600)\n"
         "create_handler(p).next_rendezvous()\n"
         "raise SystemExit(3)\n"

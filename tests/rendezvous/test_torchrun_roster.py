@@ -3,8 +3,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etc_agent.rendezvous.roster import Ending, Node, Roster, View, in_rank_order, next_roster, num_nodes_waiting
-from etc_agent.rendezvous.values import KeyValue
+from etc_agent.rendezvous.etcd.values import KeyValue
+from etc_agent.rendezvous.torchrun.roster import (
+    Ending,
+    Node,
+    Roster,
+    View,
+    in_rank_order,
+    next_roster,
+    num_nodes_waiting,
+)
 
 
 def node(name: str, arrival: int = 0, *, node_rank: int | None = None, waits_after: int | None = 0) -> Node:

@@ -16,7 +16,7 @@ import pytest
 from etcd_helpers import wait_until
 
 from etc_agent.rendezvous.keys import JobKeys
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 WORKER = Path(__file__).with_name("torchrun_worker.py")
 

@@ -8,7 +8,7 @@ import pytest
 from network import Network
 from running import EtcRun
 
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import pytest
 from running import TINY_JOB, Etcd, EtcRun, etcd_of, standalone, wait_for_more_steps, wait_for_step, wait_for_workers
 
 from etc_agent.rendezvous.addresses import listen_at
-from etc_agent.rendezvous.listen import OnPort
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.listen import OnPort
+from etc_agent.rendezvous.private.server import EtcdServer
 from tests.users import as_root, error_of_another_user
 
 Cleanup = Callable[[EtcRun], EtcRun]

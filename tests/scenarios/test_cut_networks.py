@@ -12,8 +12,8 @@ import pytest
 from network import Host, Network
 from running import TINY_JOB, Etcd, EtcRun, etcd_leader, steps_of, wait_for_step, wait_until
 
-from etc_agent.rendezvous.listen import OnPort
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.listen import OnPort
+from etc_agent.rendezvous.private.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 LEASE_S = 4

@@ -25,9 +25,9 @@ from running import (
     wait_until,
 )
 
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import EtcdError
+from etc_agent.rendezvous.private.server import EtcdServer
 from tests.rendezvous.etcd_helpers import Wire, etcd_cluster, freeze
 
 Cleanup = Callable[[EtcRun], EtcRun]

@@ -11,8 +11,8 @@ from pathlib import Path
 from network import Host, Network
 from running import Etcd, EtcRun, marked, wait_until
 
-from etc_agent.rendezvous.listen import OnPort
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.listen import OnPort
+from etc_agent.rendezvous.private.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 LEASE_S = 4

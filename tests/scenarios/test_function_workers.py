@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 METHODS = ["spawn", "fork", "forkserver"]
 TIMEOUT_S = 90.0

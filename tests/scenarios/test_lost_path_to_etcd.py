@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 from running import EtcRun, wait_until
 
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 from tests.rendezvous.etcd_helpers import Wire
 
 Cleanup = Callable[[EtcRun], EtcRun]

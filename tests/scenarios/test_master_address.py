@@ -10,7 +10,7 @@ from typing import Any
 
 from running import EtcRun, wait_until
 
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 

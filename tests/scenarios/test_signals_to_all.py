@@ -21,7 +21,7 @@ from running import (
     wait_for_workers,
 )
 
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 

@@ -13,7 +13,7 @@ import running
 from running import TINY_JOB, Etcd, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
 from test_several_nodes import node, tiny
 
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 SPARE = "etc_agent.worker.process.spare"

@@ -20,7 +20,7 @@ from running import (
 )
 from test_several_nodes import node, tiny
 
-from etc_agent.rendezvous.server import EtcdServer
+from etc_agent.rendezvous.private.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
 

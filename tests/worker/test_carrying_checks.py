@@ -11,8 +11,8 @@ from etc_agent.errors import EtcError
 from etc_agent.integrations.amendments import Amendments
 from etc_agent.state.boxes import whole
 from etc_agent.state.layout import LogicalTensor, Manifest, Shard
-from etc_agent.worker.change.amending import check_carried, warn_of_losses
-from etc_agent.worker.change.holdings import Holdings
+from etc_agent.worker.change.state.amending import check_carried, warn_of_losses
+from etc_agent.worker.change.state.holdings import Holdings
 
 
 def manifest(*names: str) -> Manifest:

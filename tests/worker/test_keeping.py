@@ -8,7 +8,7 @@ from torch import nn
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, held_shards, shards_of
-from etc_agent.worker.change.keeping import NewTensors, check_views
+from etc_agent.worker.change.modes.keeping import NewTensors, check_views
 
 
 class Scaled(nn.Module):

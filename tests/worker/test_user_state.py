@@ -10,7 +10,7 @@ from torch import nn
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, host_state, load_host_state
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker.change.user_state import load_own_state, own_state, rules_of
+from etc_agent.worker.change.state.user_state import load_own_state, own_state, rules_of
 
 
 class Extra:

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from oracle import assert_same_bits, gathered
 
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker.change.rng import carried_stream, derived_seed
-from etc_agent.worker.change.shard_files import write_shards
+from etc_agent.worker.change.state.rng import carried_stream, derived_seed
+from etc_agent.worker.change.state.shard_files import write_shards
 from etc_agent.worker.context import check_global_batch
 
 CPU = torch.device("cpu")

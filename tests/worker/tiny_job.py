@@ -32,7 +32,7 @@ from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.worker.change.errors import SwitchError
 from etc_agent.worker.change.prepared import PreparedGeneration
-from etc_agent.worker.change.shard_files import write_shards
+from etc_agent.worker.change.state.shard_files import write_shards
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.world.swap import World
 

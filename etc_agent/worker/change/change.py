@@ -26,10 +26,10 @@ from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.native import TrainState
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.worker.change.holdings import Holdings
 from etc_agent.worker.change.prepare import prepare
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retirements
+from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.model import Build
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.world.connections import Connections, StoreConnection

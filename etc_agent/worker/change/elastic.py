@@ -14,9 +14,9 @@ from etc_agent.control.messages import FirstStep, Position, Progress, Raised, Re
 from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.conversation import Conversation
-from etc_agent.worker.change.holdings import reshard
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retired, Retirements, exclude_from_collection
+from etc_agent.worker.change.state.holdings import reshard
 from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
 from etc_agent.worker.course import Course
 from etc_agent.worker.fixed_size import leave

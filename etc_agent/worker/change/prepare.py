@@ -25,14 +25,14 @@ from etc_agent.parallel.topology import Slot
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Manifest, Shard
-from etc_agent.worker.change.amending import Said, amend, check_carried, gather_amendments, warn_of_losses
 from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.groups import GroupMaker, Groups
-from etc_agent.worker.change.holdings import Holdings
-from etc_agent.worker.change.make_mode import make_mode, make_plan_for
+from etc_agent.worker.change.modes.make_mode import make_mode, make_plan_for
 from etc_agent.worker.change.prepared import PreparedGeneration
-from etc_agent.worker.change.rng import carried_stream
+from etc_agent.worker.change.state.amending import Said, amend, check_carried, gather_amendments, warn_of_losses
+from etc_agent.worker.change.state.holdings import Holdings
+from etc_agent.worker.change.state.rng import carried_stream
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, build_on_meta

@@ -13,8 +13,8 @@ from etc_agent.parallel.topology import Slot
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 from etc_agent.worker.change.crew import Crew
-from etc_agent.worker.change.holdings import Holdings
-from etc_agent.worker.change.mode import Mode
+from etc_agent.worker.change.modes.mode import Mode
+from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.live import LiveGeneration
 
 

@@ -29,16 +29,16 @@ from etc_agent.integrations.tensors import all_tensors
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.report import MigrationReport
 from etc_agent.migration.trace import write_trace
-from etc_agent.worker.change import host_values
 from etc_agent.worker.change.attempt import Attempt
 from etc_agent.worker.change.errors import SwitchError
-from etc_agent.worker.change.holdings import Holdings
-from etc_agent.worker.change.host_values import NO_VALUES, HostValues
 from etc_agent.worker.change.leave import tell_leavers, wait_for_all
 from etc_agent.worker.change.phases import Phases
 from etc_agent.worker.change.prepared import PreparedGeneration
-from etc_agent.worker.change.rng import start_stream
-from etc_agent.worker.change.shard_files import write_shards
+from etc_agent.worker.change.state import host_values
+from etc_agent.worker.change.state.holdings import Holdings
+from etc_agent.worker.change.state.host_values import NO_VALUES, HostValues
+from etc_agent.worker.change.state.rng import start_stream
+from etc_agent.worker.change.state.shard_files import write_shards
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.world.swap import activate, deactivate, entered

@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.etcd.errors import EtcdError
 
 
 def find_etcd() -> Path:

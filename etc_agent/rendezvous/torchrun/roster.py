@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from etc_agent.rendezvous.values import KeyValue
+from etc_agent.rendezvous.etcd.values import KeyValue
 
 
 class Ending(enum.StrEnum):

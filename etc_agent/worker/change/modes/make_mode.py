@@ -15,9 +15,9 @@ from etc_agent.migration.release_plan import plan_release
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Manifest, Shard
-from etc_agent.worker.change.keeping import Keeping, allocate
-from etc_agent.worker.change.mode import Mode
-from etc_agent.worker.change.releasing import Releasing
+from etc_agent.worker.change.modes.keeping import Keeping, allocate
+from etc_agent.worker.change.modes.mode import Mode
+from etc_agent.worker.change.modes.releasing import Releasing
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.settings import Settings
 

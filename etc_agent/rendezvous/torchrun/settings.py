@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etc_agent.rendezvous.client import EtcdClient, Tls
-from etc_agent.rendezvous.errors import EtcdError
+from etc_agent.rendezvous.etcd.client import EtcdClient, Tls
+from etc_agent.rendezvous.etcd.errors import EtcdError
 
 log = logging.getLogger(__name__)
 

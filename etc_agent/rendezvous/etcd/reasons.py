@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etc_agent.rendezvous.errors import EtcdAuthError, EtcdError, EtcdUnavailable
-from etc_agent.rendezvous.quiet_grpc import grpc
+from etc_agent.rendezvous.etcd.errors import EtcdAuthError, EtcdError, EtcdUnavailable
+from etc_agent.rendezvous.etcd.quiet_grpc import grpc
 
 _NOT_APPLIED = (
     "failed to connect to all addresses",

@@ -8,11 +8,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 
-from etc_agent.rendezvous.errors import EtcdError, LeaseLostError
-from etc_agent.rendezvous.transport import Method, Tls, Transport
-from etc_agent.rendezvous.values import Compare, Event, KeyValue, Op, TxnResult, Value, as_bytes
-from etc_agent.rendezvous.watch import HEARTBEAT_S, RANGE, SILENCE_S, Watch
-from etc_agent.rendezvous.wire import message, range_end
+from etc_agent.rendezvous.etcd.errors import EtcdError, LeaseLostError
+from etc_agent.rendezvous.etcd.transport import Method, Tls, Transport
+from etc_agent.rendezvous.etcd.values import Compare, Event, KeyValue, Op, TxnResult, Value, as_bytes
+from etc_agent.rendezvous.etcd.watch import HEARTBEAT_S, RANGE, SILENCE_S, Watch
+from etc_agent.rendezvous.etcd.wire import message, range_end
 
 __all__ = ["EtcdClient", "Tls"]
 

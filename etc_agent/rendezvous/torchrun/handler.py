@@ -5,7 +5,7 @@ up; the order of surviving nodes never changes; every generation has a store of 
 nobody meets stale keys or a stale address; newcomers are let in together, after they have settled, and training goes
 on until then.
 
-What `--rdzv-conf` takes is in torchrun_settings.py; the rules of who meets whom are in roster.py.
+What `--rdzv-conf` takes is in settings.py; the rules of who meets whom are in roster.py.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from etc_agent.rendezvous.addresses import node_name, reachable_address
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import AmbiguousError, EtcdError, EtcdUnavailable
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import AmbiguousError, EtcdError, EtcdUnavailable
+from etc_agent.rendezvous.etcd.values import Compare, Put
 from etc_agent.rendezvous.keys import DEFAULT_PREFIX, JobKeys
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
-from etc_agent.rendezvous.roster import Ending, Node, Roster, View, next_roster, num_nodes_waiting
-from etc_agent.rendezvous.torchrun_settings import Settings, client_from_config
-from etc_agent.rendezvous.values import Compare, Put
+from etc_agent.rendezvous.torchrun.roster import Ending, Node, Roster, View, next_roster, num_nodes_waiting
+from etc_agent.rendezvous.torchrun.settings import Settings, client_from_config
 from etc_agent.torch_store import serve_store
 
 log = logging.getLogger(__name__)

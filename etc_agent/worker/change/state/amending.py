@@ -16,7 +16,7 @@ from etc_agent.integrations.amendments import Amendments
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.layout import Manifest
 from etc_agent.worker.change.exchange import gather_json
-from etc_agent.worker.change.holdings import Holdings
+from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.world.swap import World, entered
 
 _log = logging.getLogger(__name__)

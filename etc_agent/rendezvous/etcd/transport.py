@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etc_agent.rendezvous.errors import (
+from etc_agent.rendezvous.etcd.errors import (
     AmbiguousError,
     ClientClosedError,
     EtcdError,
 )
-from etc_agent.rendezvous.quiet_grpc import grpc
-from etc_agent.rendezvous.reasons import (
+from etc_agent.rendezvous.etcd.quiet_grpc import grpc
+from etc_agent.rendezvous.etcd.reasons import (
     is_worth_another_endpoint,
     refusal,
     shorten,
@@ -29,7 +29,7 @@ from etc_agent.rendezvous.reasons import (
     unavailable,
     was_not_applied,
 )
-from etc_agent.rendezvous.wire import MESSAGES, message, serialize
+from etc_agent.rendezvous.etcd.wire import MESSAGES, message, serialize
 
 ATTEMPT_S = 2.0
 _FIRST_DELAY_S = 0.02

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from etc_agent.rendezvous.client import EtcdClient
-from etc_agent.rendezvous.errors import ClientClosedError, EtcdError, LeaseLostError
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.etcd.errors import ClientClosedError, EtcdError, LeaseLostError
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.transport import Tls
+from etc_agent.rendezvous.etcd.errors import EtcdError
+from etc_agent.rendezvous.etcd.transport import Tls
 
 # Below the usual range of ephemeral ports: nobody's outgoing connection sits there when etcd wants the port back.
 _PORTS = range(18000, 32000)

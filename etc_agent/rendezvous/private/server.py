@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from etc_agent.places import private_folder
-from etc_agent.rendezvous import guard
-from etc_agent.rendezvous.binary import find_etcd
-from etc_agent.rendezvous.client import EtcdClient, Tls
-from etc_agent.rendezvous.errors import EtcdAuthError, EtcdError, EtcdUnavailable
-from etc_agent.rendezvous.etcd_log import cause
-from etc_agent.rendezvous.listen import ON_LOOPBACK, Listen, OnPort, OnSocket
+from etc_agent.rendezvous.etcd.client import EtcdClient, Tls
+from etc_agent.rendezvous.etcd.errors import EtcdAuthError, EtcdError, EtcdUnavailable
+from etc_agent.rendezvous.private import guard
+from etc_agent.rendezvous.private.binary import find_etcd
+from etc_agent.rendezvous.private.etcd_log import cause
+from etc_agent.rendezvous.private.listen import ON_LOOPBACK, Listen, OnPort, OnSocket
 
 log = logging.getLogger(__name__)
 

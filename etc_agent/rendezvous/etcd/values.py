@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.wire import message, range_end
+from etc_agent.rendezvous.etcd.errors import EtcdError
+from etc_agent.rendezvous.etcd.wire import message, range_end
 
 Value = bytes | str
 """What may be written. Text is stored as UTF-8."""

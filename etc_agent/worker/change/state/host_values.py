@@ -17,7 +17,7 @@ from etc_agent.integrations.native import host_state, load_host_state
 from etc_agent.worker.change.exchange import broadcast_json, gather_json
 from etc_agent.worker.change.phases import Phases
 from etc_agent.worker.change.prepared import PreparedGeneration
-from etc_agent.worker.change.user_state import load_own_state, own_state, rules_of
+from etc_agent.worker.change.state.user_state import load_own_state, own_state, rules_of
 from etc_agent.worker.live import LiveGeneration
 
 _log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from etc_agent.rendezvous.errors import EtcdError
-from etc_agent.rendezvous.quiet_grpc import grpc
-from etc_agent.rendezvous.transport import Link, Method, Transport
-from etc_agent.rendezvous.values import Event
-from etc_agent.rendezvous.wire import message
+from etc_agent.rendezvous.etcd.errors import EtcdError
+from etc_agent.rendezvous.etcd.quiet_grpc import grpc
+from etc_agent.rendezvous.etcd.transport import Link, Method, Transport
+from etc_agent.rendezvous.etcd.values import Event
+from etc_agent.rendezvous.etcd.wire import message
 
 log = logging.getLogger(__name__)
 
