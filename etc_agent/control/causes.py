@@ -1,8 +1,8 @@
-"""What kind of error ended or stopped something in a worker: its own, or a peer's that has a cause elsewhere.
+"""The kind of an error in a worker: its own error, or the consequence of a peer's.
 
-It is decided by the types of the exceptions and by where they were raised, never by what they say: a dataset's own
-``ConnectionError: connection reset by peer`` is the script's failure. Native code raises a plain RuntimeError whatever
-went wrong, so there the innermost Python frame decides.
+The kind follows from the types of the exceptions and from where they were raised, never from their text: a dataset's
+own ``ConnectionError: connection reset by peer`` is the script's failure. Native code raises a plain RuntimeError for
+every error, so there the innermost Python frame decides.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from etc_agent.errors import ConfigRefusedError, PeerLostError, RelayedError
 
 
 class ErrorKind(StrEnum):
-    """The likeliest cause of the others first. `MODEL`: the model cannot have this parallel config, and never will.
-    `RAISED`: any other error of this worker's own. `UNCLEAR`: native code raised where it computes and also waits for
-    peers, such as a backward pass. `PEER_LOST`: a peer went away, did not come in time or refused; what that peer says
-    is the cause."""
+    """Ordered by how likely the error caused those of others. `MODEL`: the model cannot have this parallel config,
+    which is final. `RAISED`: any other error of this worker's own. `UNCLEAR`: native code raised where it both computes
+    and waits for peers, such as a backward pass. `PEER_LOST`: a peer went away, did not come in time or refused; the
+    cause is that peer's own error."""
 
     MODEL = "model"
     RAISED = "raised"
@@ -30,7 +30,7 @@ class ErrorKind(StrEnum):
 
 _PEER_LOST_TYPES = {"torch.distributed.DistError", f"{PeerLostError.__module__}.{PeerLostError.__name__}"}
 _PEER_LOST_TYPES |= {f"torch.distributed.{name}" for name in ("DistBackendError", "DistNetworkError", "DistStoreError")}
-"""Each by its own name: a traceback in text does not name a type's bases."""
+"""Each listed by name: a traceback in text does not contain the base classes of a type."""
 
 _NATIVE = "builtins.RuntimeError"
 _ONLY_WAITS = (
@@ -43,7 +43,7 @@ _ONLY_WAITS = (
     "/etc_agent/worker/change/attempt.py",
     "/etc_agent/migration/transport/",
 )
-"""Native calls from here talk to peers, and do little else."""
+"""Native calls in these files communicate with peers and do little else."""
 _ALSO_WAITS = (
     "/torch/distributed/",
     "/torch/nn/parallel/",
@@ -54,7 +54,7 @@ _ALSO_WAITS = (
     "/etc_agent/torch_private/",
 )
 _WAITS = re.compile(r"\.wait\(")
-"""In the line of a script that waits for a collective itself, as in ``handle.wait()``."""
+"""Matches a line of a script that waits for a collective itself, such as ``handle.wait()``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ def kind_in_text(callstack: str) -> ErrorKind:
 
 
 def _least_of(chain: Iterable[Raising]) -> ErrorKind:
-    """A handler that fails after a peer was lost has that cause: the kind furthest from one's own error counts."""
+    """The kind furthest from an own error counts: an exception handler that fails after a peer was lost has that
+    cause."""
     kinds = list(ErrorKind)
     return max((each.kind for each in chain), key=kinds.index, default=ErrorKind.RAISED)
 

@@ -16,32 +16,34 @@ SLOT_VARIABLE = "ETC_SLOT"
 GENERATION_VARIABLE = "ETC_GENERATION"
 JOINING_VARIABLE = "ETC_JOINING"
 SPARE_GENERATION = 0
-"""What a warm spare says it was started for."""
+"""The generation that a warm spare names in its Hello."""
 STACKS_SIGNAL = signal.SIGRTMIN + 6
-"""Makes a worker that has said hello write all its stacks to standard error. Nothing else is known to use it."""
+"""Makes a worker that has sent Hello write the stacks of all threads to standard error. Nothing else is known to use
+it.
+"""
 MAX_FRAME_BYTES = 256 << 20
 SEND_S = 10
-"""How long the other end may take to read what is sent, in seconds: a stopped worker must not stop its agent."""
+"""Seconds that the other end may take to read a message: a stopped worker must not block its agent."""
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A process and its user. `pid`: 0 where it is not to be seen from here (another container)."""
+    """A process and its user. `pid`: 0 where the process is not visible from here (another container)."""
 
     pid: int
     uid: int
 
 
 class MessageTooLargeError(ValueError):
-    """A control message is larger than the other end would read. Nothing of it was sent."""
+    """A control message is larger than the receiver accepts. Nothing of it was sent."""
 
 
 class Channel:
     """Messages over one connected Unix stream socket. `send` may be called from any thread; `receive` from one.
 
-    A ValueError of either is about one message alone: the next one is sent and received as if it had not been.
+    A ValueError of either concerns that one message only: the next one is sent and received normally.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -63,7 +65,7 @@ class Channel:
         return cls(connection)
 
     def peer(self) -> Credentials:
-        """The process that connected at the other end, as the kernel knows it."""
+        """The process at the other end, as the kernel knows it."""
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, uid, _ = _CREDENTIALS.unpack(credentials)
         return Credentials(pid, uid)
@@ -83,7 +85,7 @@ class Channel:
             try:
                 self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
             except BlockingIOError:
-                self.close()  # half a message may have gone, and nothing can follow that
+                self.close()  # part of a message may have been sent, so nothing can follow it
                 raise TimeoutError(f"{message.type!r} was not read within {SEND_S} s") from None
 
     def receive(self) -> Message | None:
@@ -99,7 +101,7 @@ class Channel:
         if length > MAX_FRAME_BYTES:
             if not self._skip(length):
                 return None
-            raise ValueError(f"it has {length:,} bytes; at most {MAX_FRAME_BYTES:,} are read")
+            raise ValueError(f"it has {length:,} bytes; at most {MAX_FRAME_BYTES:,} are accepted")
         payload = self._read(length)
         return None if payload is None else decode(_json(payload))
 

@@ -1,8 +1,8 @@
-"""What an agent and its workers say to each other over the control socket.
+"""The messages between an agent and its workers over the control socket.
 
-One JSON object per message, its type under ``"type"``. Every message is a frozen dataclass here; fields are JSON
-values, so that nothing needs pickle. `decode` checks the type of every field, so that whoever handles a message need
-not.
+One JSON object per message, with its type under ``"type"``. Every message is a frozen dataclass; fields are JSON
+values, so that no pickle is needed. `decode` checks the type of every field, so that the code that handles messages
+need not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Hello:
     """First on every connection: this worker runs a session and can change in place.
 
     `local_rank` is its slot's index; `generation` the one it was started for, `step` the first that it runs there.
-    `in_session`: False for a script that only sends signs of life.
+    `in_session`: False for a script that only sends heartbeats.
     """
 
     type: ClassVar[str] = "hello"
@@ -36,8 +36,8 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """Answer to Describe. `layout`: of `etc_agent.state.encoding`; None where there is none: `error` says why, and only
-    of kind `MODEL` does it say so for ever."""
+    """Answer to Describe. `layout`: as encoded by `etc_agent.state.encoding`; None with the reason in `error`, which is
+    final only where its kind is `MODEL`."""
 
     type: ClassVar[str] = "described"
     config: str
@@ -48,9 +48,9 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Everything for `generation` is built beside training. `digest` is that of the whole migration plan.
+    """Everything for `generation` is prepared beside training. `digest`: of the whole migration plan.
 
-    `phases_ms`: what the preparation took, by name.
+    `phases_ms`: duration of each part of the preparation.
     """
 
     type: ClassVar[str] = "prepared"
@@ -61,8 +61,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """This worker cannot take part in `generation`: training goes on in the present one. Where the job was to start in
-    it, the model refuses its config, and this worker answers Describe until it is stopped."""
+    """This worker cannot take part in `generation`, so training continues in the present one. If the job was to start
+    in it, the model refuses its config, and this worker answers Describe until it is stopped."""
 
     type: ClassVar[str] = "refused"
     generation: int
@@ -89,7 +89,7 @@ class Switched:
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """The first step after a switch has ended. `stop_ms`: from the end of the last step before it, whole."""
+    """The first step after a switch is complete. `stop_ms`: from the end of the last step before it to its own end."""
 
     type: ClassVar[str] = "first_step"
     generation: int
@@ -99,7 +99,7 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Now and then: the next step to run, of how many."""
+    """Sent now and then: the next step to run, and the number of steps."""
 
     type: ClassVar[str] = "progress"
     generation: int
@@ -110,7 +110,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Now and then, from a script that calls `etc_agent.heartbeat`: how many times it has."""
+    """Sent now and then by a script that calls `etc_agent.heartbeat`: how many times it has called it."""
 
     type: ClassVar[str] = "heartbeat"
     count: int
@@ -118,8 +118,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """This worker got the signal `number`, which tells a node to leave, and leaves it to its agent: that hands the
-    node's state over, or sends the signal again, which ends the worker."""
+    """This worker got the signal `number`, which tells a node to leave, and leaves the decision to its agent: that
+    hands the node's state over, or sends the signal again, which then ends the worker."""
 
     type: ClassVar[str] = "signalled"
     number: int
@@ -127,7 +127,7 @@ class Signalled:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """The script has made process groups of its own: it runs no session, and another size means a restart."""
+    """The script has made process groups of its own: it runs no session, so another size needs a restart."""
 
     type: ClassVar[str] = "plain"
 
@@ -171,7 +171,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """To a warm spare: run the script now, with `environment` added to yours."""
+    """To a warm spare: run the script now, with `environment` added to the process's own."""
 
     type: ClassVar[str] = "begin"
     environment: dict[str, str]
@@ -179,7 +179,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class WhereAreYou:
-    """No step has ended for long. Write the stacks of all threads to standard error, then answer with Position."""
+    """No step has completed for long. Write the stacks of all threads to standard error, then answer with Position."""
 
     type: ClassVar[str] = "where_are_you"
 
@@ -208,7 +208,7 @@ class Armed:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """`generation` will not come; drop what was prepared. A joiner exits 0."""
+    """`generation` was withdrawn; drop what was prepared. A worker that joins exits with code 0."""
 
     type: ClassVar[str] = "withdrawn"
     generation: int
@@ -217,7 +217,7 @@ class Withdrawn:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """`generation` is recorded as committed; the old one's groups and records can go."""
+    """`generation` is recorded as committed; what is left of the old one can be freed."""
 
     type: ClassVar[str] = "committed"
     generation: int
@@ -239,7 +239,9 @@ _TYPES: dict[str, type[Message]] = {
 
 
 def shows_life(message: Message | None) -> bool:
-    """Whether `message` shows that a worker's main thread gets on. The time begins with a session, or a heartbeat."""
+    """Whether `message` shows that a worker's main thread makes progress. Measuring starts with a session or a
+    heartbeat.
+    """
     if isinstance(message, Hello):
         return message.in_session
     return isinstance(message, Switched | FirstStep | Progress | Heartbeat)

@@ -1,4 +1,4 @@
-"""Two decisions that end what is: every worker starts anew, or the job ends."""
+"""Two decisions that end the present generation without a migration: a fresh start of all workers, or the job's end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIGTERM_EXIT_CODE = 143
 
 
 def start_anew(view: View, reason: str) -> Decision:
-    """Start every worker anew on the usable nodes."""
+    """Start every worker afresh on the usable nodes."""
     current = only_of_the_model(view.current)
     view = replace(view, current=current)
     try:
@@ -29,7 +29,7 @@ def start_anew(view: View, reason: str) -> Decision:
     placement = topology.slots_in_groups(config.tp)[: config.num_ranks]
     host = placement[0].node
     store = store_on(view, host)
-    if is_used(store, view.generations):  # its node is about to publish a new one
+    if is_used(store, view.generations):  # its node is about to publish a new store
         return Wait(why=f"waiting for {names([host])} to open a new store")
     generation = Generation(
         current.next_id, config, placement, store, previous=0, reason=reason, roles=roles_of(view, placement)
@@ -49,12 +49,12 @@ def start_anew(view: View, reason: str) -> Decision:
 
 
 def lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
-    """What the loss of nodes, and failures in `acks`, call for; None where there are none."""
+    """The decision that lost nodes and the failures in `acks` require; None where there are none."""
     return carry_out(view, judge(view, committed, acks))
 
 
 def carry_out(view: View, verdict: Verdict | None) -> Decision | None:
-    """A verdict as a decision."""
+    """The decision that carries out a verdict."""
     match verdict:
         case StartAnew(current, reason):
             return carry_out(view, below_min(view, reason)) or start_anew(replace(view, current=current), reason)
@@ -64,7 +64,7 @@ def carry_out(view: View, verdict: Verdict | None) -> Decision | None:
 
 
 def end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:
-    """The job is over, and whoever waits for a size is told so."""
+    """End the job, and answer the request that is still pending, if any."""
     current, reply = view.current, None
     if current.pending_scale:
         message = f"the job {outcome}: {why}"
@@ -74,7 +74,7 @@ def end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:
 
 
 def store_on(view: View, node: str) -> str:
-    """The store that a usable node offers."""
+    """The address of the store that a usable node offers."""
     (record,) = (record for record in view.nodes if record.name == node)
     return store_of(record)
 

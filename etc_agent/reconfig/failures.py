@@ -1,6 +1,6 @@
-"""Failures and losses: whether to wait for a better explanation, to start anew, or to give up.
+"""Failures and lost nodes: whether to wait for a better explanation, to start all workers afresh, or to end the job.
 
-`judge` says what should happen and why; the leader turns that into a generation or into the job's end.
+`judge` decides that; the leader turns the verdict into a fresh generation or into the job's end.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, first
 from etc_agent.reconfig.view import Policy, View, Wait
 
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
-"""What differs between two failures alike: pids, ports, addresses, times."""
+"""What may differ between two failures of the same kind: pids, ports, addresses, times."""
 _EVIDENCE_S = 5.0
-"""From the first word of a hang until something is done: every node looks for itself, and stacks are written first."""
+"""Seconds from the first sign of a hang until the leader acts: every node checks its workers and writes stacks
+first."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartAnew:
-    """Every worker has to start anew, with `current` as the record of how often that was."""
+    """Every worker has to be started afresh. `current`: the record with the restart counted."""
 
     current: Current
     reason: str
@@ -39,16 +40,16 @@ Verdict = Wait | StartAnew | GiveUp
 
 
 def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
-    """What follows from the nodes and workers that are gone; None where all are there.
+    """The verdict on nodes and workers that are gone; None where all are present.
 
-    `acks`: of every node whose workers count now.
+    `acks`: of every node whose workers belong to the job now.
     """
     members = [node for node in committed.nodes if not view.ack(committed.id, node).finished]
     missing = [*view.lost(members), *(ack.node for ack in acks if ack.lost and ack.node in view.live)]
     if missing:
         return without(view, missing)
     if absent := [node for node in members if node not in view.live]:
-        # It may come back, and until it is lost for certain, whatever comes next could meet its workers.
+        # The node may come back. Until it is certainly lost, its workers could meet those of the next generation.
         return Wait(max(view.policy.lost_s - view.connected_s, *map(view.fenced_in_s, absent)))
     failure = first_cause(ack.failure for ack in acks if ack.failure)
     if failure is None:
@@ -61,10 +62,10 @@ def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
 
 
 def _left_alone(failure: Failure, ended: str) -> Failure:
-    """`failure`, where a worker in the slot `ended` has ended with exit code 0 while the others went on.
+    """`failure`, corrected where the worker in slot `ended` has exited with code 0 while the others continued.
 
-    Who lost a peer lost that one, unless a better cause is known. A script without a session that failed without a
-    word may have failed for any reason.
+    A worker that lost a peer lost that one, unless a better cause is known. A script without a session that failed
+    without an error message may have failed for any reason.
     """
     if not ended:
         return failure
@@ -75,14 +76,14 @@ def _left_alone(failure: Failure, ended: str) -> Failure:
 
 
 def without(view: View, missing: list[str]) -> Verdict:
-    """Nodes are lost: go on without them, or wait for others where too few are left."""
+    """Nodes are lost: continue without them, or wait for others where too few are left."""
     lost = f"{names(missing)} was lost"
     return below_min(view, lost) or StartAnew(view.current, lost)
 
 
 def below_min(view: View, what: str) -> Wait | GiveUp | None:
-    """`what` happened, and workers have to start anew: too few nodes are here for that, and others are waited for, but
-    not for ever. None where there are enough."""
+    """The verdict where workers have to be started afresh because of `what`, but too few nodes are present: to wait for
+    more, at most `below_min_s`. None where there are enough."""
     policy = view.policy
     if not view.is_below_min:
         return None
@@ -94,7 +95,7 @@ def below_min(view: View, what: str) -> Wait | GiveUp | None:
 
 
 def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
-    """How long to wait for a better explanation: a dead node shows only when its lease runs out."""
+    """Seconds to wait for a better explanation: a dead node is noticed only when its lease runs out."""
     if kind in (FailureKind.RAISED, FailureKind.KILLED):
         return 0.0
     if kind in (FailureKind.UNRESPONSIVE, FailureKind.HUNG):
@@ -105,9 +106,10 @@ def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
 
 
 def _after(view: View, failure: Failure, acks: list[Ack]) -> Verdict:
-    """A worker failed: start anew, unless the budget is used up or the job keeps failing alike before it gets anywhere.
+    """The verdict on a failed worker: a fresh start, unless the restart budget is used up or the job keeps failing in
+    the same way before it makes progress.
 
-    A script without a session reports no steps; it got somewhere if it lived longer than a worker may take to start.
+    A script without a session reports no steps; it has made progress if it ran longer than a worker may take to start.
     """
     current, policy = view.current, view.policy
     what = f"the worker on {failure.slot} failed: {failure.error}"
@@ -132,5 +134,5 @@ def _rank(view: View, slot: str) -> int | None:
 
 
 def names(nodes: Iterable[str]) -> str:
-    """Nodes, for people."""
+    """Node names as a list for people."""
     return ", ".join(f"node {name}" for name in nodes)

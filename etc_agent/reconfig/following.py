@@ -1,4 +1,4 @@
-"""The leader's decisions while a proposed generation is on its way: armed, committed or withdrawn."""
+"""The leader's decisions while a proposed generation is being prepared: to arm, commit or withdraw it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from etc_agent.reconfig.wanted import parse_wanted
 
 
 def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
-    """The next thing to do about `proposed`, which is to replace `committed`."""
+    """The next decision about `proposed`, which is to replace `committed`."""
     nodes = tuple(dict.fromkeys((*committed.nodes, *proposed.nodes)))
     old = [view.ack(committed.id, node) for node in committed.nodes]
     new = [view.ack(proposed.id, node) for node in nodes]
@@ -43,7 +43,7 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
         return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
     joiner = first_cause(ack.failure for ack in new if ack.failure) if armed else None
     if joiner and not joiner.kind.is_hang and not any(ack.failure for ack in old):
-        # Those of the committed generation say what came of it: they may train on as if nothing had been.
+        # The old workers say how the switch ended: they may continue to train as if there had been none.
         counting = [*old, *(replace(ack, failure=None) for ack in new)]
     else:
         counting = old + new if armed else old
@@ -52,7 +52,7 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
     if armed:
         missing = view.lost(nodes)
         if any(ack.refusal for ack in new):
-            # The migration was voted down, so nobody is in the new generation and nobody will be.
+            # The migration was voted down, so no worker is in the new generation and none will be.
             if missing:
                 return _withdraw(view, proposed, f"{names(missing)} was lost while it joined")
             return _refused(view, proposed, new)
@@ -92,8 +92,8 @@ def _prepare(view: View, committed: Generation, proposed: Generation, old: list[
 
 
 def _refused(view: View, proposed: Generation, acks: list[Ack]) -> Decision:
-    """Somebody cannot take part. Where it is only known that a peer was lost, that peer has time for its own word, and
-    its node's lease to end."""
+    """A worker has refused. If all that is known is that it lost a peer, wait for that peer's own refusal, or for the
+    end of its node's lease."""
     refusals = [ack.refusal for ack in acks if ack.refusal] + [Refusal.of(ack.failure) for ack in acks if ack.failure]
     cause = first_refusal(refusals)
     assert cause is not None
@@ -106,14 +106,14 @@ def _refused(view: View, proposed: Generation, acks: list[Ack]) -> Decision:
 
 
 def _give_up(view: View, proposed: Generation, cause: Refusal) -> Write:
-    """Drop the proposed generation because of what it is; its config is tried again later, if ever."""
+    """Withdraw the proposed generation because of `cause`, and record its config as given up."""
     given_up = replace(view, current=with_refusal(view, proposed.config, cause))
     return _withdraw(given_up, proposed, f"{cause}{announced(given_up, proposed.config)}")
 
 
 def _withdraw(view: View, proposed: Generation, why: str) -> Write:
-    """Drop the proposed generation, and say so to whoever asked for it. Whether the request can still be met is decided
-    once nothing is on its way."""
+    """Withdraw the proposed generation, and tell whoever asked for it. Whether the request can still be met is decided
+    when no generation is proposed."""
     current = replace(view.current, proposed=0, phase=Phase.IDLE)
     history = History(proposed.id, str(proposed.config), proposed.previous, proposed.reason, "withdrawn", why)
     reply = None
@@ -149,7 +149,7 @@ def _commit(view: View, committed: Generation, proposed: Generation, acks: list[
 
 
 def stop_time(view: View, committed: Generation, acks: list[Ack]) -> History | None:
-    """The committed generation's history once more, when every worker has ended its first step in it."""
+    """The committed generation's history with its stop time, once every worker has completed its first step in it."""
     if not view.current.unreported or any(ack.stop_ms is None for ack in acks):
         return None
     previous = view.generations[committed.previous]

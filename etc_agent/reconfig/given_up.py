@@ -1,10 +1,10 @@
-"""Parallel configs that the job could not change to: for how long they are left alone.
+"""Given-up configs: parallel configs that the job could not change to, and for how long they are not tried again.
 
-What the model refuses stays refused until the next request. Everything else may pass (a worker that crashed while it
-joined, memory that was short, a node that was slow): the same config is tried again after `Policy.retry_s`, and after
-twice as long each further time. After `MOST_TRIES` in a row another config of that size takes its place if there is
-one, else the request for it cannot be met; and it rests for `REST` times `Policy.retry_s`. What happened because of one
-node is forgotten when that node goes.
+What the model refuses is final until the next request. Everything else may pass (a worker that crashed while it joined,
+too little memory, a slow node): the same config is tried again after `Policy.retry_s`, and after twice the time at each
+further failure. After `MOST_TRIES` in a row another config of that size is used if there is one, otherwise the request
+is refused; the config is then tried again after `REST` times `Policy.retry_s`. A failure that was caused by one node is
+forgotten when that node goes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ REST = 32
 
 
 def in_force(view: View, config: ParallelConfig) -> GivenUp | None:
-    """What is held against `config`, if anything is."""
+    """The record that `config` is given up, if there is one."""
     here = {node.instance for node in view.nodes} | {""}
     held = (each for each in view.current.given_up if each.config == str(config) and each.instance in here)
     return next((each for each in held if not _is_worn_out(each) or _left_s(view, each) > 0), None)
 
 
 def for_good(view: View, config: ParallelConfig) -> str | None:
-    """Why `config` is out of the question, as if it could never be; None where it may be tried, now or soon."""
+    """Why `config` is not possible until the next request; None where it may be tried, now or later."""
     given_up = in_force(view, config)
     if given_up is None:
         return None
@@ -39,13 +39,13 @@ def for_good(view: View, config: ParallelConfig) -> str | None:
 
 
 def retry_in_s(view: View, config: ParallelConfig) -> float:
-    """Until `config` may be tried again; 0 where it may be now, inf where the model refuses it."""
+    """Seconds until `config` may be tried again; 0 where it may be now, inf where the model refuses it."""
     given_up = in_force(view, config)
     return max(0.0, _left_s(view, given_up)) if given_up is not None else 0.0
 
 
 def with_refusal(view: View, config: ParallelConfig, refusal: Refusal) -> Current:
-    """`view.current`, with the change to `config` given up because of `refusal`."""
+    """`view.current` with `config` recorded as given up because of `refusal`."""
     before = in_force(view, config)
     is_its_own = refusal.kind is ErrorKind.RAISED
     instance = next((node.instance for node in view.nodes if is_its_own and node.name == refusal.node), "")
@@ -55,17 +55,17 @@ def with_refusal(view: View, config: ParallelConfig, refusal: Refusal) -> Curren
 
 
 def forgetting(current: Current, config: ParallelConfig) -> Current:
-    """`current`, with nothing held against `config`."""
+    """`current` without a record about `config`."""
     return replace(current, given_up=tuple(each for each in current.given_up if each.config != str(config)))
 
 
 def only_of_the_model(current: Current) -> Current:
-    """`current`, with only what the model itself refuses: nothing else speaks against starting every worker anew."""
+    """`current` with only the configs that the model itself refuses: other reasons do not prevent a fresh start."""
     return replace(current, given_up=tuple(each for each in current.given_up if each.kind is ErrorKind.MODEL))
 
 
 def announced(view: View, config: ParallelConfig) -> str:
-    """What happens next about a config that was just given up, as the end of a sentence for people."""
+    """When a config that was just given up is tried again, as the end of a sentence for people."""
     given_up = in_force(view, config)
     if given_up is None or given_up.kind is ErrorKind.MODEL:
         return ""
@@ -86,5 +86,5 @@ def _pause_s(view: View, given_up: GivenUp) -> float:
 
 
 def _left_s(view: View, given_up: GivenUp) -> float:
-    """Counted from the last change of `current`, which a new leader takes for its own beginning."""
+    """Seconds left. They count from the last change of `current`; a new leader counts from when it began to lead."""
     return _pause_s(view, given_up) - view.phase_s

@@ -1,9 +1,9 @@
-"""The leader's decisions: from all that is known to the next thing to do.
+"""The leader's decisions: from everything that is known to the next action.
 
-`decide` is a pure function of a `View`, so a new leader that reads the same records reaches the same decision, and
-years of faults can be replayed in milliseconds. The life of a generation:
+`decide` is a pure function of a `View`. So a new leader that reads the same records reaches the same decision, and
+years of faults can be replayed in milliseconds. The states of a generation:
 
-    (start, failure) -> fresh, committed at once: every worker starts anew
+    (start, failure) -> fresh, committed at once: every worker is started afresh
     committed -> proposed -> armed -> committed: workers stay, their state migrates
                     |-> withdrawn (refused, too slow, preempted)
 """
@@ -39,7 +39,7 @@ from etc_agent.reconfig.wanted import parse_wanted
 
 
 def decide(view: View) -> Decision:
-    """The next thing for the leader to do. See the module's text."""
+    """The leader's next action. See the module docstring."""
     try:
         if view.current.outcome is not Outcome.RUNNING:
             return Wait()
@@ -77,10 +77,10 @@ def _start(view: View) -> Decision:
 
 
 def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
-    """The model has refused the config it was started with: start with another, unless just that one was asked for.
+    """The model has refused the config it was started with: start with another, unless exactly that one was requested.
 
-    The workers of `committed` are still there and are asked about the next candidate, so that no other is started in
-    vain.
+    The workers of `committed` are still running and are asked about the next candidate, so that no config is started
+    that the model refuses too.
     """
     wanted = parse_wanted(view.current.wanted)
     if wanted == committed.config:
@@ -90,7 +90,7 @@ def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
     may_ask = are_all_there and view.phase_s < view.policy.start_s
     if may_ask and not in_session(view):
         return Wait(view.policy.start_s - view.phase_s)
-    # Nothing of that generation is worth staying with.
+    # That generation has made no progress, so any other config is better: treat the refusal as final.
     final = replace(refusal, kind=ErrorKind.MODEL)
     current = replace(with_refusal(view, committed.config, final), committed=0)
     anew = replace(view, current=current)
@@ -103,7 +103,7 @@ def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
     return start_anew(anew, f"the model refuses the config before: {refusal.error}")
 
 
-# ---- a committed generation, nothing on its way -------------------------------------------------------------------
+# ---- a committed generation, none proposed --------------------------------------------------------------------------
 
 
 def _steady(view: View, committed: Generation) -> Decision:
@@ -127,7 +127,7 @@ def _steady(view: View, committed: Generation) -> Decision:
     if committed.is_held and (decision := _hold(view, committed)) is not None:
         return decision
     if view.current.pending_scale and (why := impossible(view, parse_wanted(view.current.wanted))):
-        # It was accepted before the model could be asked.
+        # The request was accepted before the model could be asked.
         refused = Reply(view.current.wanted, view.current.pending_scale, Result.REFUSED, why)
         return Write(replace(view.current, wanted=view.current.wanted_before, pending_scale=0), reply=refused)
     is_reached = view.current.pending_scale and is_met(view, parse_wanted(view.current.wanted), committed)
@@ -138,7 +138,8 @@ def _steady(view: View, committed: Generation) -> Decision:
 
 
 def _hold(view: View, committed: Generation) -> Decision | None:
-    """The state is kept in memory until enough nodes are here; None where they are, or where it has to move."""
+    """Keep the state in memory without training until enough nodes are present. None where they are, or where the state
+    has to move to another node."""
     policy = view.policy
     if not view.is_below_min or any(node in view.leaving for node in committed.nodes):
         return None
@@ -154,7 +155,7 @@ def _too_few(view: View) -> str:
 
 
 def _adjust(view: View, committed: Generation, current: Current, reply: Reply | None) -> Decision:
-    """Bring the job to the wanted config on the nodes that stay, or write just `reply` where it is there."""
+    """Change the job to the wanted config on the nodes that stay, or only write `reply` where it has that config."""
     kept = Write(current, reply=reply) if reply else Wait(_next_try_s(view))
     leaving = [node for node in committed.nodes if node in view.leaving]
     try:
@@ -176,7 +177,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
     if reply is None and not leaving and view.quiet_s < view.policy.settle_s:
         return Wait(view.policy.settle_s - view.quiet_s)
     if committed.is_held and (seconds := retry_in_s(view, config)) > 0:
-        return Wait(seconds)  # it cannot stay as it is, but there is no hurry
+        return Wait(seconds)  # it cannot stay as it is, but can wait for this
     reason = _reason(current, committed, config, leaving, is_held=is_held)
     if not in_session(view):
         is_plain = any(view.ack(committed.id, node).is_plain for node in committed.nodes)
@@ -195,7 +196,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
 
 
 def _next_try_s(view: View) -> float:
-    """Until something that was given up may be tried again."""
+    """Seconds until a given-up config may be tried again."""
     pauses = [retry_in_s(view, ParallelConfig.parse(given_up.config)) for given_up in view.current.given_up]
     return min((seconds for seconds in pauses if seconds > 0), default=float("inf"))
 
@@ -254,11 +255,11 @@ def _answer(view: View, request: Request) -> Decision:
     return _adjust(asked, view.committed, current, reply(Result.ACCEPTED, f"changing to {config}"))
 
 
-# ---- words --------------------------------------------------------------------------------------------------------
+# ---- texts --------------------------------------------------------------------------------------------------------
 
 
 def _is_asked_for(current: Current, config: ParallelConfig) -> bool:
-    """Whether `config` is a step towards a request that is yet to be met."""
+    """Whether `config` is a step towards a request that has not been met yet."""
     wanted = parse_wanted(current.wanted)
     if isinstance(wanted, ParallelConfig):
         return current.pending_scale > 0 and wanted == config

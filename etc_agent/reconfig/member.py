@@ -1,7 +1,7 @@
-"""What one node owes the present decisions: which workers run, what they are told, what the node acknowledges.
+"""A node's part of the present decisions: which workers to run, what to tell them, and what the node acknowledges.
 
-Pure, like the leader's half: `owed` compares the records with the node's workers, `summarise` turns the workers'
-reports into the node's acknowledgement.
+Pure, like the leader's part: `owed` compares the records with the node's workers, and `summarise` combines the workers'
+messages into the node's acknowledgement.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ from etc_agent.reconfig.records import (
 class WorkerView:
     """One worker process of this node, in slot `index`, started for generation `started_for`.
 
-    `exit_code`: None while it runs. `in_session`: it said hello. `began_at`: the first step of the generation that it
-    was started for. `told`: messages already sent, by type and
-    generation. `is_plain`: it runs no session, and never will. `has_stepped`: it has ended a training step. The
-    reports are the worker's own, by generation.
+    `exit_code`: None while it runs. `in_session`: it has sent Hello. `began_at`: the first step of the generation that
+    it was started for. `told`: messages already sent to it, by type and generation. `is_plain`: it runs no session and
+    never will. `has_stepped`: it has completed a training step. The messages of the worker itself are by generation.
     """
 
     index: int
@@ -66,7 +65,7 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a worker in slot `index` for `generation`; a joiner waits to be told how to prepare."""
+    """Start a worker in slot `index` for `generation`; one that joins waits for a Prepare message."""
 
     index: int
     generation: Generation
@@ -75,7 +74,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the worker in slot `index`, by signal."""
+    """End the worker in slot `index` with a signal."""
 
     index: int
 
@@ -107,9 +106,9 @@ def owed(
     lost_up_to: int = 0,
     uncleared: Collection[str] = (),
 ) -> list[Action]:
-    """Everything that this node has yet to do. `lost_up_to`: in generations up to this one the node's workers are lost,
-    and none is started. `uncleared`: the nodes that have to stop workers before any of a fresh generation starts
-    (`view.uncleared`)."""
+    """Everything that this node still has to do. `lost_up_to`: in generations up to this one the node's workers are
+    lost, and none is started. `uncleared`: the nodes that have to stop workers before any worker of a fresh generation
+    starts (`view.uncleared`)."""
     if current.outcome is not Outcome.RUNNING:
         return [Stop(worker.index) for worker in workers.values() if worker.is_running]
     committed, proposed = generations.get(current.committed), generations.get(current.proposed)
@@ -140,7 +139,7 @@ def owed(
 
 
 def cleared(current: Current, generations: Mapping[int, Generation], workers: Mapping[int, WorkerView]) -> int:
-    """The field of that name in this node's record: no worker runs here that was started for an earlier generation."""
+    """The value of `NodeRecord.cleared`: no worker runs on this node that was started for an earlier generation."""
     committed = generations.get(current.committed)
     if committed is None:
         return 0
@@ -240,12 +239,12 @@ def summarise(
 
 
 def _finished(worker: WorkerView, generation: int) -> bool:
-    """It ran to its end in `generation`, and did not leave it for a later one."""
+    """Whether it exited with code 0 in `generation`, rather than leaving it for a later one."""
     return worker.exit_code == 0 and not any(later > generation for later in worker.switched)
 
 
 def indices(node: str, generation: Generation) -> frozenset[int]:
-    """The slots of `node` that hold a worker in `generation`."""
+    """The slots of `node` that have a worker in `generation`."""
     return frozenset(slot.index for slot in generation.placement if slot.node == node)
 
 
@@ -264,7 +263,7 @@ def participants(node: str, generation: Generation, generations: Mapping[int, Ge
 
 
 def base_of(generation: Generation, generations: Mapping[int, Generation]) -> int:
-    """The fresh generation that `generation` descends from: older workers are of another life of the job.
+    """The fresh generation from which `generation` descends: workers started earlier belong to no present generation.
 
     A fresh generation is committed when it is written, so it is the newest before `generation`.
     """
@@ -272,7 +271,7 @@ def base_of(generation: Generation, generations: Mapping[int, Generation]) -> in
 
 
 def committed_line(generation: Generation, generations: Mapping[int, Generation]) -> frozenset[int]:
-    """`generation` and those it came from in place, back to the fresh one or as far as there are records."""
+    """`generation` and those before it, back to the fresh one or as far as there are records."""
     line = [generation.id]
     while not generation.is_fresh and generation.previous in generations:
         generation = generations[generation.previous]

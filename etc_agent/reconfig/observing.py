@@ -1,7 +1,7 @@
-"""From the job's records and the time of now to the leader's `View`: how long everything has been as it is.
+"""From the job's records and the present time to the leader's `View`: since when everything has been as it is.
 
-Every agent keeps one `Observer` and shows it each change of the records, so that its times are right when the lead
-falls to it. The time is given by the caller: an agent passes time.monotonic(), the simulated cluster its own clock.
+Every agent keeps one `Observer` and shows it each change of the records, so that its times are right when the agent
+becomes the leader. The caller passes the time: an agent time.monotonic(), the simulated cluster its own clock.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from etc_agent.state.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class JobRecords:
-    """Everything under the job's prefix at one revision.
+    """All records under the job's prefix at one revision.
 
-    `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write is fenced
-    by it. `drains`: node -> seconds that it may take, None where nobody said.
+    `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write compares
+    it. `drains`: node -> seconds that it may take to leave, None where none were given.
     """
 
     incarnation: str = ""
@@ -39,7 +39,7 @@ class JobRecords:
 
 @dataclass(frozen=True, slots=True)
 class Lasting:
-    """A value, and since when it has been that value, in seconds of the caller's clock."""
+    """A value, and since when it has had that value, in seconds of the caller's clock."""
 
     value: object = None
     since: float = 0.0
@@ -50,12 +50,13 @@ class Lasting:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Since when the things that decisions wait for have been as they are.
+    """Since when the facts that decisions wait for have been as they are.
 
-    `nodes`: who is there, in which life and state. `current`: the record of that name. `failed`: the committed
-    generation, if a worker of it or of a later one has failed, else None. `refused`: likewise the proposed one, if a
-    worker refused it or has ended in it. `led`: whether there is a leader. `gone_at`: node -> when it was first seen to
-    be gone, for every node that was ever there and is not now. `cleared`: node -> that field of its last record.
+    `nodes`: which nodes are present, which instance of each, and their states. `current`: the record of that name.
+    `failed`: the committed generation, if a worker of it or of a later one has failed, else None. `refused`: likewise
+    the proposed one, if a worker refused it or has ended in it. `led`: whether there is a leader. `gone_at`: node ->
+    when it was first seen to be gone, for every node that was ever present and is not now. `cleared`: node -> that
+    field of its last record.
     """
 
     nodes: Lasting = Lasting()
@@ -68,7 +69,7 @@ class Observer:
     cleared: Mapping[str, int] = field(default_factory=dict)
 
     def observe(self, records: JobRecords, now: float) -> Observer:
-        """What is known once `records` are seen at `now`."""
+        """The observer after it has seen `records` at time `now`."""
         committed = records.current.committed
         has_failed = any(ack.failure for (generation, _), ack in records.acks.items() if generation >= committed)
         proposed = records.current.proposed
@@ -98,8 +99,8 @@ class Observer:
         alive_at: Mapping[str, float],
         undescribed: Mapping[ParallelConfig, str] | None = None,
     ) -> View:
-        """What the leader decides from at `now`. `records`: those observed last. `alive_at`: node -> when its agent was
-        last asked and said that it has workers. The rest: as in `View`."""
+        """The leader's view at time `now`. `records`: those observed last. `alive_at`: node -> when its agent last
+        said, asked directly, that it has workers. The other arguments: as in `View`."""
         return View(
             policy,
             records.nodes,

@@ -1,6 +1,7 @@
-"""The records that agents share through etcd, as values. Section 4 of docs/architecture.md says who writes which key.
+"""The records that agents share through etcd, as values. The table of keys in docs/architecture.md says who writes
+which.
 
-`to_json` and `from_json` are exact inverses; what a newer version adds is ignored by an older one.
+`to_json` and `from_json` are exact inverses; fields that a newer version adds are ignored by an older one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class NodeState(StrEnum):
 
 
 class Phase(StrEnum):
-    """Of `current`: is a generation on its way, and how far?"""
+    """Of `current`: the phase of the proposed generation, if there is one."""
 
     IDLE = "idle"
     PROPOSED = "proposed"
@@ -79,10 +80,11 @@ class NodeRecord(_Json):
 
 
 class FailureKind(StrEnum):
-    """Why a worker ended, or hangs, the likeliest cause of the others first. `RAISED`: it ended by itself. `KILLED`: by
-    a signal. `UNRESPONSIVE`: it hangs and does not answer. `HUNG`: it hangs, and not in a collective. `SILENT`: it
-    ended with an exit code and not a word. `UNCLEAR`: by an error that may also come of a lost peer. `PEER_LOST`:
-    because a peer went away, which has a cause of its own. `WAITING`: it hangs in a collective, which has a cause too.
+    """Why a worker ended or hangs, ordered by how likely it caused the failures of others. `RAISED`: it raised an
+    error. `KILLED`: a signal ended it. `UNRESPONSIVE`: it hangs and does not answer. `HUNG`: it hangs outside a
+    collective. `SILENT`: it ended with an exit code and no error message. `UNCLEAR`: by an error that a lost peer may
+    have caused. `PEER_LOST`: because a peer was lost, whose own failure is the cause. `WAITING`: it hangs in a
+    collective, because of another worker.
     """
 
     RAISED = "raised"
@@ -96,14 +98,14 @@ class FailureKind(StrEnum):
 
     @property
     def is_hang(self) -> bool:
-        """The process is still there."""
+        """Whether the process is still running."""
         return self in (FailureKind.UNRESPONSIVE, FailureKind.HUNG, FailureKind.WAITING)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure(_Json):
-    """What ended a worker; `exit_code` is the one that etc-run passes on (128 + signal where a signal did it). `at`:
-    how far one that hangs has come: of two, the one behind is the likelier cause."""
+    """Why a worker ended; `exit_code` is the one that etc-run returns (128 + signal where a signal ended it). `at`: the
+    progress of a worker that hangs: of two, the one that is behind is more likely the cause."""
 
     slot: str
     kind: FailureKind
@@ -138,7 +140,7 @@ class Refusal(_Json):
 
     @classmethod
     def of(cls, failure: Failure) -> Self:
-        """A worker that has ended takes no part either."""
+        """The refusal that follows from a failure: a worker that has ended cannot take part either."""
         kinds = {FailureKind.UNCLEAR: ErrorKind.UNCLEAR, FailureKind.PEER_LOST: ErrorKind.PEER_LOST}
         return cls(failure.slot, kinds.get(failure.kind, ErrorKind.RAISED), failure.error)
 
@@ -151,7 +153,7 @@ class Refusal(_Json):
 
 
 def first_refusal(refusals: Iterable[Refusal]) -> Refusal | None:
-    """The refusal that the others most likely follow from."""
+    """The refusal that most likely caused the others."""
     kinds = list(ErrorKind)
     return min(refusals, key=lambda refusal: (kinds.index(refusal.kind), refusal.slot), default=None)
 
@@ -160,9 +162,9 @@ def first_refusal(refusals: Iterable[Refusal]) -> Refusal | None:
 class GivenUp(_Json):
     """A parallel config that the job could not change to, and `why`.
 
-    `kind`: one that the model refuses is not tried again before the next request, whatever else went wrong may pass.
-    `tries`: how many times in a row it went wrong. `instance`: of the node because of which, "" where there is none to
-    name; when that node is gone, so is the reason.
+    `kind`: what the model refuses is not tried again before the next request; everything else may pass. `tries`: how
+    many times in a row it failed. `instance`: the node that caused it, "" where none can be named; the record is
+    dropped when that node goes.
     """
 
     config: str
@@ -181,14 +183,14 @@ class GivenUp(_Json):
 class Ack(_Json):
     """``acks/<generation>/<node>``: one node's summary of its workers in one generation.
 
-    `in_session`: every worker said hello, so that the node can change in place. `is_plain`: a worker runs no
-    session, and never will. `prepared`: the plan digest, once every worker of the node is ready. `refusal`: why a
-    worker cannot take part; of several, the one that the others follow from. `switched`: every worker is past the
-    migration vote. `lost`: the node has lost its workers of this generation, because it was cut off from etcd or is in
-    another life. `has_stepped`: a worker has ended a training step. `ended`: the slot of a worker that has ended with
-    exit code 0, if one has. `step`: the first of the generation, once that is known. `stop_ms` and `phases_ms`: the
-    slowest worker's; bytes are sums over the node's workers. `contact`: ``host:port`` at which the node's agent answers
-    other agents, also when etcd has forgotten the node.
+    `in_session`: every worker has sent Hello, so that the node can change in place. `is_plain`: a worker runs no
+    session and never will. `prepared`: the plan digest, once every worker of the node is prepared. `refusal`: why a
+    worker cannot take part; of several, the one that most likely caused the others. `switched`: every worker is past
+    the migration vote. `lost`: the node has lost its workers of this generation, because it was cut off from etcd or is
+    a new instance. `has_stepped`: a worker has completed a training step. `ended`: the slot of a worker that has exited
+    with code 0, if there is one. `step`: the first step of the generation, once known. `stop_ms`, `phases_ms`: of the
+    slowest worker; bytes are sums over the node's workers. `contact`: ``host:port`` at which the node's agent answers
+    other agents, also after its record has gone from etcd.
     """
 
     generation: int
@@ -234,9 +236,9 @@ class Current(_Json):
     of the last `control/scale` that was answered; `pending_scale`: that of one still to be met, else 0;
     `pending_since`: the generation that was committed when it was accepted.
     `given_up`: what the job could not change to since the last request.
-    `restarts`: fresh starts after failures so far. `failed_as`, `failed_alike`: how the job failed before its first
-    step, and how many times in a row alike. `unreported`: the history of the committed generation has yet to get
-    its stop time.
+    `restarts`: fresh starts after failures so far. `failed_as`, `failed_alike`: the failure before the first step, and
+    how many times in a row it occurred. `unreported`: the stop time of the committed generation is not yet in its
+    history.
     """
 
     committed: int = 0
@@ -271,7 +273,7 @@ class Current(_Json):
 
 class Result(StrEnum):
     """Of a control request. `PENDING`: it waits for nodes, or for another try. `RESTARTED`: the job has the size, but
-    was started anew on the way, from the script's own checkpoint if it has one."""
+    all workers were restarted on the way, from the script's own checkpoint if it has one."""
 
     ACCEPTED = "accepted"
     PENDING = "pending"
@@ -281,7 +283,7 @@ class Result(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether no other answer to the request follows."""
+        """Whether this is the last answer to the request."""
         return self in (Result.REFUSED, Result.DONE, Result.RESTARTED)
 
 
@@ -298,7 +300,7 @@ class Reply(_Json):
 
 @dataclass(frozen=True, slots=True)
 class History(_Json):
-    """``history/<generation>``: what happened. Times in milliseconds, of the slowest worker."""
+    """``history/<generation>``: a generation's changes and costs. Times in milliseconds, of the slowest worker."""
 
     generation: int
     config: str
@@ -319,14 +321,14 @@ class History(_Json):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A control key as found: its text and the mod_revision that identifies this writing of it."""
+    """A control key as read: its text, and the mod_revision that identifies this write of it."""
 
     text: str
     revision: int
 
 
 def slowest(phases: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Phase -> the longest that anybody took, in milliseconds."""
+    """Phase -> the longest time of any worker, in milliseconds."""
     longest: dict[str, float] = {}
     for each in phases:
         for name, milliseconds in each.items():

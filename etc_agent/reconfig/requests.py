@@ -1,4 +1,4 @@
-"""Requests for a size: what is taken up, and what is said to whoever asked."""
+"""Requests for another size: accepting or refusing them, and the answers to whoever asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etc_agent.reconfig.view import Decision, View, Wait, Write
 from etc_agent.reconfig.wanted import parse_wanted
 
 _MOST_SHOWN = 200
-"""Characters of a request that are repeated to whoever made it."""
+"""How many characters of a request are repeated in its answer."""
 
 
 def met(view: View, reached: Generation, message: str) -> Reply:
@@ -33,7 +33,7 @@ def met(view: View, reached: Generation, message: str) -> Reply:
 
 
 def is_starting(view: View, committed: Generation) -> bool:
-    """Whether the workers of a fresh generation have yet to say from which step they go on, if they ever will."""
+    """Whether the workers of a fresh generation have not yet said at which step they start (plain scripts never do)."""
     acks = [view.ack(committed.id, node) for node in committed.nodes]
     if not committed.is_fresh or view.phase_s >= view.policy.start_s:
         return False
@@ -41,13 +41,13 @@ def is_starting(view: View, committed: Generation) -> bool:
 
 
 def take_up(view: View, request: Request) -> Current | Write:
-    """`current` with `request` as what is wanted, or the refusal of a request that could never be met."""
+    """`current` with `request` as the wanted size, or the answer that refuses a request which can never be met."""
     current = replace(view.current, handled_scale=request.revision)
     try:
         wanted = parse_wanted(request.text)
     except ValueError as error:
         return Write(current, reply=reply_to(request, Result.REFUSED, str(error)))
-    # Whoever asks anew knows more than what went wrong before.
+    # A repeated request is tried at once: whoever asks again may have removed the cause.
     asked = replace(view, current=replace(current, given_up=()))
     if why := check(asked, wanted):
         return Write(current, reply=reply_to(request, Result.REFUSED, why))
@@ -61,7 +61,7 @@ def take_up(view: View, request: Request) -> Current | Write:
 
 
 def answer_meanwhile(view: View, decision: Decision) -> Decision:
-    """`decision`, about workers or nodes that are gone; where that is to wait, a new request has its answer first."""
+    """`decision`, which is about lost workers or nodes; if it is to wait, a new request is answered first."""
     request = view.scale
     if not isinstance(decision, Wait) or view.paused or request is None:
         return decision

@@ -1,4 +1,4 @@
-"""Which parallel config the job should have now, and whether a request for another can be met."""
+"""Which parallel config the job should have now, and whether a request for another one can be met."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etc_agent.reconfig.wanted import Largest, Nodes, Wanted, Workers
 
 
 class NotDescribed(Exception):
-    """The decision needs the model's layout under `config` first."""
+    """The decision needs the model's layout under `config` first: ask a worker (`Describe`)."""
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(str(config))
@@ -23,11 +23,11 @@ class NotDescribed(Exception):
 
 
 class PutOffError(NoConfigError):
-    """The config that is wanted could not be entered the last time, and is tried again later."""
+    """Changing to the wanted config failed the last time; it is tried again later."""
 
 
 def refusal(view: View, config: ParallelConfig) -> str | None:
-    """Why `config` cannot be, now or later, or None where it can.
+    """Why `config` is not possible, now or later; None where it is.
 
     Raises:
         NotDescribed: the model has to be asked first.
@@ -41,12 +41,12 @@ def refusal(view: View, config: ParallelConfig) -> str | None:
 
 
 def _named(config: ParallelConfig, why: str) -> str:
-    """Models name the config themselves, or do not."""
+    """`why` with the config named; some models name it in their message themselves."""
     return why if why.startswith(str(config)) else f"{config}: {why}"
 
 
 def put_off(view: View, config: ParallelConfig) -> str | None:
-    """Why a possible `config` is not tried now, or None where it may be."""
+    """Why a possible `config` is not tried now; None where it may be tried."""
     if why := view.undescribed.get(config):
         return f"{config}: no worker can say its layout: {why}; they are asked again in {view.policy.retry_s:g} s"
     given_up = in_force(view, config)
@@ -56,7 +56,9 @@ def put_off(view: View, config: ParallelConfig) -> str | None:
 
 
 def in_session(view: View) -> bool:
-    """Every worker of the committed generation is alive and runs a session, so the job can change in place."""
+    """Whether every worker of the committed generation is alive and runs a session, so that the job can change in
+    place.
+    """
     committed = view.committed
     if committed is None:
         return False
@@ -82,7 +84,7 @@ def meeting(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:
 
 
 def _possible(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:
-    """As `meeting`, whether or not it is put off."""
+    """As `meeting`, whether or not the config is put off."""
     if isinstance(wanted, ParallelConfig):
         if why := refusal(view, wanted):
             raise NoConfigError(why)
@@ -101,7 +103,7 @@ def _possible(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:
 
 
 def target(view: View, wanted: Wanted) -> ParallelConfig:
-    """The config for the present nodes: `wanted` where it can be met, else as it is, else the largest that fits.
+    """The config for the present nodes: `wanted` where possible, else the present one, else the largest that fits.
 
     Raises:
         NoConfigError: nothing fits.
@@ -122,13 +124,13 @@ def target(view: View, wanted: Wanted) -> ParallelConfig:
 
 
 def _untried(view: View, config: ParallelConfig) -> str | None:
-    """As `refusal`, for a node that leaves: it does not wait until a config may be tried again."""
+    """As `refusal`, for a node that leaves: it cannot wait until a put-off config may be tried again."""
     given_up = in_force(view, config)
     return refusal(view, config) or (given_up.why if given_up else view.undescribed.get(config))
 
 
 def check(view: View, wanted: Wanted) -> str | None:
-    """Why `wanted` could never be met within `nnodes`, or None where it can be, now or when nodes come.
+    """Why `wanted` can never be met within `nnodes`; None where it can be, now or when nodes join.
 
     Raises:
         NotDescribed: the model has to be asked first.
@@ -153,7 +155,7 @@ def _beyond_nnodes(view: View, wanted: Wanted) -> str | None:
 
 
 def impossible(view: View, wanted: Wanted) -> str | None:
-    """Why `wanted` cannot be, however many slots there are; None where it can.
+    """Why `wanted` is not possible with any number of slots; None where it is.
 
     Raises:
         NotDescribed: the model has to be asked first.
@@ -176,12 +178,12 @@ def _largest(
 
 
 def _current(view: View) -> ParallelConfig | None:
-    """The config that others are compared with."""
+    """The present config, from which the planner measures how much would move."""
     return view.committed.config if view.committed else view.policy.initial
 
 
 def is_met(view: View, wanted: Wanted, generation: Generation) -> bool:
-    """Whether `generation` is what is wanted."""
+    """Whether `generation` has the wanted size."""
     if generation.is_held:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Which other nodes matter to a node that may have to stop its workers, as its records show them."""
+"""Which other nodes a node must consider before it stops or keeps its workers while etcd is unreachable."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from etc_agent.reconfig.observing import JobRecords
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the records show, while etcd answers; then what they showed last. Nodes with the ``host:port`` at which
-    their agents answer.
+    """What the records show, or showed last before etcd was lost. Nodes are given with the ``host:port`` at which their
+    agents answer.
 
     `others`: all other nodes of the job. `companions`: those with workers in the same generation. `gone`: nodes that
-    etcd shows no more and that may still have workers. `has_workers`: this node has some, or is about to start some.
+    are no longer in etcd and may still have workers. `has_workers`: this node has workers, or is about to start some.
     """
 
     others: Mapping[str, str] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, node: str, records: JobRecords, *, has_workers: bool) -> Self:
-        """Those of `node`."""
+        """The surroundings of `node`."""
         others = {each.name: f"{each.address}:{each.contact_port}" for each in records.nodes if each.name != node}
         present = (records.current.committed, records.current.proposed)
         generations = [records.generations[id_] for id_ in present if id_ in records.generations]

@@ -1,4 +1,4 @@
-"""Which records have served their time, so that a job of any length keeps few keys in etcd."""
+"""Which records are no longer needed, so that a job of any length keeps few keys in etcd."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from etc_agent.reconfig.member import base_of
 from etc_agent.reconfig.records import Current
 
 KEPT = 1000
-"""So many generations, with their history, are kept for people."""
+"""How many generations, with their history, are kept for people to look at."""
 
 _AT_ONCE = 20
-"""Of each kind in one transaction: etcd admits 128 operations by default."""
+"""How many of each kind are removed in one transaction: etcd admits 128 operations by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outdated:
-    """Ids of generations to remove: `generations` with their history, `acks` all acknowledgements of one."""
+    """Ids of generations to remove: `generations` with their history, and `acks`: all acknowledgements of a
+    generation."""
 
     generations: tuple[int, ...] = ()
     acks: tuple[int, ...] = ()
 
 
 def outdated(current: Current, generations: Mapping[int, Generation], acked: Iterable[int]) -> Outdated:
-    """What nobody needs any more once `current` holds. `acked`: the generations that have acknowledgements.
+    """The records that are not needed once `current` is written. `acked`: the generations that have acknowledgements.
 
-    Decisions need the committed and the proposed generation, the one before each, and the fresh one that they descend
-    from. Workers of that one may be running, which is all that those in between were needed for.
+    Decisions need the committed and the proposed generation, the one before each, and the fresh one from which they
+    descend. The generations in between were only needed while workers started for them were running.
     """
     present = [generations[id_] for id_ in (current.committed, current.proposed) if id_ in generations]
     needed = {id_ for generation in present for id_ in (generation.id, generation.previous)}

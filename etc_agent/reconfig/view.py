@@ -1,4 +1,4 @@
-"""What a decision is made from, and what a decision can be. Plain values: the agent reads and executes them."""
+"""The input of a decision and the possible decisions, as plain values: the agent reads and executes them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from etc_agent.state.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the job's owner allows. Times in seconds.
+    """The rules and limits of the job, from its settings. Times in seconds.
 
-    `num_slots`: of the leader's own node. Each node's record has its own number; this one stands for nodes that have
-    yet to come.
-    `initial`: the config to start with, which stays wanted until another is asked for; None for the largest.
+    `num_slots`: of the leader's own node. Each node's record has its own number; this one is assumed for nodes that
+    have not joined yet.
+    `initial`: the config to start with, wanted until another is requested; None for the largest.
     `allowed`: the only configs to choose from, or None for all.
-    `refuse`: why a config can never be, in one line, or None, from what the job file tells; the model is asked later.
-    `alike_failures`: so many failures alike before the first step end the job, whatever is left of `max_restarts`; 0:
-    none do.
-    `pack`: None packs onto few nodes when shrinking.
-    `settle_s`: how long the set of nodes must be quiet before joiners are used.
-    `prepare_s`: for a proposed generation to be ready.
-    `switch_s`: from armed to switched; it spans a training step.
-    `start_s`: how long a worker that has not opened a session is taken to be still starting.
-    `lost_s`: how long a lost node may take to be noticed by its lease.
+    `refuse`: config -> why it is never possible, in one line, or None; from the job file. The model is asked later.
+    `alike_failures`: this many equal failures before the first step end the job, whatever is left of `max_restarts`; 0:
+    no limit.
+    `pack`: whether to use as few nodes as possible; None: only when shrinking.
+    `settle_s`: how long the set of nodes must be unchanged before nodes that joined are used.
+    `prepare_s`: longest time for a proposed generation to be prepared.
+    `switch_s`: longest time from armed to switched; it includes a training step.
+    `start_s`: how long a worker that has not opened a session is assumed to be still starting.
+    `lost_s`: how long it may take until a lost node is noticed by its lease.
     `fence_s`: how long after its lease a node that is cut off may take to stop its workers; see `reconfig.fencing`.
-    `blame_s`: how long a worker that lost a peer waits for that peer's own report.
+    `blame_s`: how long to wait, after a worker lost a peer, for that peer's own error.
     `below_min_s`: how long the job waits with fewer than `min_nodes`.
-    `retry_s`: until a change that went wrong for a reason that may pass is tried again; see `reconfig.given_up`.
+    `retry_s`: wait before a change is tried again that failed for a reason that may pass; see `reconfig.given_up`.
     """
 
     min_nodes: int
@@ -57,16 +57,16 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything the leader knows at one moment.
+    """Everything that the leader knows at one moment.
 
-    `nodes`: the live ones. `descriptions`: layout of the job's model under a config, or one line on why the model
+    `nodes`: the live ones. `descriptions`: config -> layout of the job's model under it, or one line on why the model
     refuses it. `quiet_s`: since the set of nodes or their states last changed. `phase_s`: since `current` last changed.
-    `failed_s`: since the first failure of a worker in this generation was reported. `connected_s`: since the leader has
-    been following etcd without a break: before one lease time, an absent node may yet renew its lease. `absent_s`: node
-    -> since it was seen to be gone, for those that were ever there. `refused_s`: since the first worker refused, or
-    ended in, the generation that is proposed. `undescribed`: configs whose layout no worker could say just now, for a
-    reason of its own. `alive_s`: node that is gone from etcd -> since its agent last said, when asked directly, that it
-    still has workers. `cleared`: node -> that field of its record, for every node that was ever there.
+    `failed_s`: since the first failure of a worker in this generation. `connected_s`: since the leader has followed
+    etcd without interruption: before one lease time, an absent node may still renew its lease. `absent_s`: node ->
+    since it was seen to be gone, for nodes that were ever present. `refused_s`: since the first worker refused, or
+    ended in, the proposed generation. `undescribed`: configs whose layout no worker could tell just now, for a reason
+    of its own. `alive_s`: node that is gone from etcd -> since its agent last said, asked directly, that it still has
+    workers. `cleared`: node -> that field of its record, for every node that was ever present.
     """
 
     policy: Policy
@@ -97,13 +97,13 @@ class View:
         return frozenset(node.name for node in self.nodes)
 
     def lost(self, nodes: Iterable[str]) -> list[str]:
-        """Those of `nodes` that are gone for certain, and their workers with them."""
+        """Those of `nodes` that are certainly gone, and their workers with them."""
         if self.connected_s < self.policy.lost_s:
             return []
         return [node for node in nodes if node not in self.live and self.fenced_in_s(node) <= 0]
 
     def fenced_in_s(self, node: str) -> float:
-        """Until when a node that is gone may still have workers, in seconds from now."""
+        """For how many seconds from now a node that is gone may still have workers."""
         forever = float("inf")
         unseen_s, unheard_s = self.absent_s.get(node, forever), self.alive_s.get(node, forever)
         return max(self.policy.fence_s - unseen_s, self.policy.lost_s - unheard_s)
@@ -128,9 +128,9 @@ class View:
 
     @property
     def node_sizes(self) -> tuple[int, ...]:
-        """The slots of each node of the job when it is as large as nnodes admits.
+        """The slots of each node of the job at the largest number of nodes that nnodes admits.
 
-        A node that has yet to come is taken to be as large as the largest that is here, or as the leader's own.
+        A node that has not joined yet is assumed to be as large as the largest present node, or as the leader's own.
         """
         here = tuple(node.num_slots for node in self.usable)
         largest = max(self.policy.num_slots, *(node.num_slots for node in self.nodes), 1)
@@ -138,7 +138,7 @@ class View:
 
     @property
     def is_below_min(self) -> bool:
-        """Whether fewer nodes may hold workers than the job needs to train."""
+        """Whether fewer nodes can have workers than `nnodes` requires."""
         return len(self.usable) < self.policy.min_nodes
 
     @property
@@ -151,8 +151,8 @@ class View:
 
 
 def uncleared(view: View) -> frozenset[str]:
-    """The nodes that may still have workers of an earlier life of the job than the committed generation's: none of
-    that generation's may start before they have ended, or two generations could train at once."""
+    """The nodes that may still have workers from before the committed generation's fresh start. None of its workers may
+    start before those have ended, or two generations could train at once."""
     committed = view.committed
     if committed is None or not committed.is_fresh or min(view.generations) == committed.id:
         return frozenset()
@@ -162,7 +162,7 @@ def uncleared(view: View) -> frozenset[str]:
 
 
 def store_of(node: NodeRecord) -> str:
-    """``host:port`` of the store at which the next generation that `node` hosts would meet."""
+    """``host:port`` of the store at which the next generation would meet if `node` hosted it."""
     return f"{node.address}:{node.store_port}"
 
 

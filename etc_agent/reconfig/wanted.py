@@ -1,4 +1,4 @@
-"""What an administrator can write to ``control/scale``, and what size it means."""
+"""The values that an administrator can write to ``control/scale``, and the sizes that they mean."""
 
 from __future__ import annotations
 
