@@ -132,7 +132,7 @@ def status(client: EtcdClient, keys: JobKeys, as_json: bool) -> None:
 def scale(client: EtcdClient, keys: JobKeys, value: str, wait: bool, timeout_s: float | None) -> None:
     """Ask for another size: VALUE is a number of workers (8), nodes=4, a config (PP4TP2DP2) or max.
 
-    Exit code 1: refused. 3: the job has the size, but was started anew on the way, from its last checkpoint.
+    Exit code 1: refused. 3: the job has the size, but all workers were restarted on the way, from the last checkpoint.
     """
     timeout_s = timeout_s if timeout_s is not None else WAIT_S if wait else ANSWER_S
     result = admin.scale(client, keys, value, wait=wait, timeout_s=timeout_s, on_reply=_print_reply)
@@ -210,10 +210,10 @@ def history_of(snapshot: Snapshot, keys: JobKeys) -> list[History]:
 
 
 def status_fields(snapshot: Snapshot, keys: JobKeys) -> dict[str, Any]:
-    """What `status` shows: the leader's own report, then what the records say."""
+    """What `status` shows: the leader's own account, then what the records say."""
     item, current = snapshot.get(keys.status), admin.current_of(snapshot, keys)
-    reported = dict(item.json()) if item else {}
-    fields: dict[str, Any] = {"run_id": keys.run_id, **reported}
+    from_leader = dict(item.json()) if item else {}
+    fields: dict[str, Any] = {"run_id": keys.run_id, **from_leader}
     fields["generation"] = current.committed
     if current.proposed:
         fields["changing_to"] = f"generation {current.proposed} ({current.phase})"
@@ -232,8 +232,8 @@ def status_fields(snapshot: Snapshot, keys: JobKeys) -> dict[str, Any]:
         fields["last_request"] = f"{reply.request}: {reply.result}: {reply.message}"
     if current.given_up:
         fields["given_up"] = [f"{given_up.config}: {given_up.why}" for given_up in current.given_up]
-    if "time" in reported:
-        fields["time"] = when(reported["time"])
+    if "time" in from_leader:
+        fields["time"] = when(from_leader["time"])
     return fields
 
 

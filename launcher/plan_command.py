@@ -19,7 +19,7 @@ from etc_agent.parallel.topology import Node, Topology
 from etc_agent.planner.model_holdings import model_holdings
 from etc_agent.planner.placement import place_holdings
 from etc_agent.planner.predict import Device, Training, rank_configs
-from etc_agent.simulator.report import Report, report
+from etc_agent.simulator.summary import PlanSummary, summarise
 from etc_agent.state.model import ModelDescription
 from etc_agent.state.sharding import Sharding
 from launcher.plan_plot import draw
@@ -155,8 +155,8 @@ def _plan(
     model_name: str, before: str, after: str | None, topology: Topology, policy: str, least: str, pack: bool | None,
     exclude: Sequence[str], split_groups: bool, zero1: bool, memory_gib: float, global_batch: int,
     budget_gib: float | None, forwarding: bool,
-) -> tuple[Report, str]:
-    """(the report, why this config was chosen)."""
+) -> tuple[PlanSummary, str]:
+    """(the summary, why this config was chosen)."""
     model = read_model(model_name)
     model = replace(model, zero1=model.zero1 or zero1)
     for name in exclude:
@@ -166,9 +166,9 @@ def _plan(
         raise ValueError(f"--from {present} has {present.num_ranks} ranks, --nodes {len(topology.slots)} slots")
     previous = Sharding(model, present)
 
-    def report_of(config: ParallelConfig, packed: bool | None) -> Report:
+    def summary_of(config: ParallelConfig, packed: bool | None) -> PlanSummary:
         shrinks = config.num_ranks < present.num_ranks
-        return report(
+        return summarise(
             previous, Sharding(model, config), topology,
             policy="paper" if policy == "paper" else "etc", least="bytes" if least == "bytes" else "time",
             pack=shrinks if packed is None else packed, excluded=exclude,
@@ -177,14 +177,14 @@ def _plan(
         )
 
     if after is not None:
-        return report_of(read_config("--to", after), pack), ""
+        return summary_of(read_config("--to", after), pack), ""
     free = [slot for slot in topology.slots if slot.node not in exclude]
     choice = rank_configs(
         model, len(free), topology,
         device=Device(memory_bytes=int(memory_gib * (1 << 30))), training=Training(global_batch=global_batch),
         migration_s=lambda config: _migration_s(previous, config, topology, exclude),
     )
-    return report_of(choice.best, pack), choice.explain()
+    return summary_of(choice.best, pack), choice.explain()
 
 
 def _migration_s(
@@ -198,7 +198,7 @@ def _migration_s(
     ).bottleneck_s
 
 
-def _print(result: Report, *, least: str, forwarding: bool) -> None:
+def _print(result: PlanSummary, *, least: str, forwarding: bool) -> None:
     console = Console(soft_wrap=True, highlight=False)
     sketch, topology = result.sketch, result.topology
     console.print(
@@ -229,7 +229,7 @@ def _print(result: Report, *, least: str, forwarding: bool) -> None:
         )
 
 
-def _node_table(result: Report) -> Table:
+def _node_table(result: PlanSummary) -> Table:
     """Who is where, what stays, what crosses the node's links; where the plan is written out, by its transfers."""
     written = result.traffic is not None
     table = Table("node", "before", "after", "kept", "received", *(["out", "in", "peak"] if written else []), box=None)

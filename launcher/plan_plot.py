@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Slot, Topology
-from etc_agent.simulator.report import Report
+from etc_agent.simulator.summary import PlanSummary
 
 _CELL = 34
 _LABEL = 90
@@ -17,7 +17,7 @@ _MIN_WIDTH = 720
 _PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#edc948", "#b07aa1", "#9c755f")
 
 
-def draw(result: Report) -> str:
+def draw(result: PlanSummary) -> str:
     """The SVG document."""
     topology = result.topology
     widest = max(node.num_slots for node in topology.nodes)

@@ -1,6 +1,6 @@
 """An independent judge of migrations: gather everything, compare bits.
 
-It reads the files that workers write under ETC_VERIFY (see `etc_agent.worker.change.state.shard_files`), fills whole
+It reads the files that workers write under ETC_VERIFY (see `etc_agent.worker.change.state.shard_dumps`), fills whole
 logical arrays from them and compares the two sides of a change. numpy only; no code of the project.
 """
 

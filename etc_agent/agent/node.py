@@ -18,7 +18,7 @@ from etc_agent.agent.inbox import ForWorkers, Inbox, Item, Preempted, Said, Sign
 from etc_agent.agent.job_end import JobEnd
 from etc_agent.agent.job_records import RecordReader
 from etc_agent.agent.leadership import Leadership, policy_of
-from etc_agent.agent.leaving import Leaving, Word
+from etc_agent.agent.leaving import Leaving, SignalMeaning
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import NodeLogs
 from etc_agent.agent.processes.programs import Program
@@ -27,7 +27,7 @@ from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.agent.safety.fence import Fence
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.hangs import HangWatch
-from etc_agent.agent.safety.words import Speaker
+from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
 from etc_agent.control.channel import SPARE_GENERATION, Channel
@@ -102,8 +102,8 @@ class NodeAgent:
         self._leaving = Leaving()
         self._alone_since = time.monotonic()
         self._is_stopping = False
-        self._reported = 0
-        self._workers_reported = -1
+        self._logged_generation = 0
+        self._logged_workers = -1
 
     def run(self) -> JobEnd:
         """Take part in the job until it ends or this node has left."""
@@ -122,7 +122,7 @@ class NodeAgent:
                 asked_s = records.drains[self._record.name]
                 limit_s = self._settings.timeouts.drain_s if asked_s is None else asked_s
                 self._leaving.be_gone_by(time.monotonic(), limit_s)
-            self._report(records)
+            self._log_part(records)
             self._renew_store(records)
             self._clear(records)
             self._publish()
@@ -136,7 +136,7 @@ class NodeAgent:
                 return self._end(exit_code, records)
 
     def close(self) -> None:
-        """End every worker and let go of the lead and the control socket. Idempotent."""
+        """End every worker, give the lead back and close the control socket. Idempotent."""
         self._starter.spares.close()
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
         while self._workers.are_running:
@@ -181,12 +181,12 @@ class NodeAgent:
     def _handle_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         match self._leaving.take_signal(number, time.monotonic()):
-            case Word.LEAVE:
+            case SignalMeaning.LEAVE:
                 self._workers.stop_signal = number
                 what = "%s: this node leaves the job; its state is handed over first (again to stop at once)"
                 logger.info(what, name)
                 self._leave(self._settings.timeouts.drain_s)
-            case Word.STOP:
+            case SignalMeaning.STOP:
                 self._workers.stop_signal = number
                 logger.warning("%s again: stopping now", name)
                 self._stop_now()
@@ -212,7 +212,7 @@ class NodeAgent:
             self._fence.observe(Surroundings.of(self._record.name, records, has_workers=has_workers))
 
     def _heed_fence(self, records: JobRecords) -> None:
-        """Where the others may have gone on without this node, it begins anew as one more."""
+        """Where other nodes may have taken over this node's work, stop its workers and join again as a new node."""
         self._put_fence(records, has_workers=self._workers.are_running)
         if why := self._fence.fell:
             if not self._is_cut_off:
@@ -228,17 +228,19 @@ class NodeAgent:
             logger.error("another node has registered as %s meanwhile; stopping", self._record.name)
             self._stop_now()
 
-    def _report(self, records: JobRecords) -> None:
+    def _log_part(self, records: JobRecords) -> None:
         """One line when this node's part in the job has changed; the leader says what changed in the job."""
         committed = records.generations.get(records.current.committed)
-        if committed is None or committed.id == self._reported or records.current.outcome is not Outcome.RUNNING:
+        if committed is None or committed.id == self._logged_generation:
             return
-        self._reported = committed.id
+        if records.current.outcome is not Outcome.RUNNING:
+            return
+        self._logged_generation = committed.id
         workers = len(member.indices(self._record.name, committed))
-        if workers == self._workers_reported:
+        if workers == self._logged_workers:
             return
-        self._workers_reported = workers
-        what = f"{workers} of {committed.config.num_ranks} workers" if workers else "a spare, waiting to be needed"
+        self._logged_workers = workers
+        what = f"{workers} of {committed.config.num_ranks} workers" if workers else "a waiting node, without workers"
         logger.info("%s is in generation %d: %s", self._record.name, committed.id, what)
 
     def _renew_store(self, records: JobRecords) -> None:

@@ -27,8 +27,8 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class MigrationReport:
-    """What one worker did in a run. Bytes are payload; `referred_bytes` never left the worker. `timeline` says what it
-    held and when."""
+    """The migration report: what one worker did in a run. Bytes are payload; `referred_bytes` never left the worker.
+    `timeline` says what it held and when."""
 
     seconds: float
     sent_bytes: int

@@ -15,8 +15,8 @@ class Generation:
     """One generation, as it is written once to ``generations/<id>``.
 
     `placement`: virtual rank -> slot. `store`: ``host:port`` of the TCPStore that this generation meets at, under the
-    prefix ``gen<id>``. `previous`: the generation whose state is migrated, or 0 where every worker starts anew.
-    `reason`: for people. `is_held`: too few nodes are left to train, so the state is only kept, and no step is run.
+    prefix ``gen<id>``. `previous`: the generation whose state is migrated, or 0 for a fresh generation.
+    `reason`: for people. `is_held`: too few nodes are left to train; workers keep the state and run no step.
     `roles`: node -> its role, torchrun's ``--role``; nodes that are not in it all have one role.
     """
 
@@ -39,7 +39,7 @@ class Generation:
 
     @property
     def is_fresh(self) -> bool:
-        """Every worker process starts anew, as under torchrun; nothing is migrated."""
+        """Whether all worker processes are started for it, as under torchrun, and nothing is migrated."""
         return self.previous == 0
 
     @property

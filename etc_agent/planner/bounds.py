@@ -15,8 +15,9 @@ def receiving_bound(times: NDArray[np.float64], count: NDArray[np.intp], room: N
     """A lower bound on the time of the busiest bin, in the unit of `times`.
 
     `times`: (kinds of rows, bins), what a bin needs to receive what a row of the kind lacks in it. `count`: (kinds,),
-    rows of each kind. `room`: (bins,), rows that fit. All rows must be somewhere: so bins that the others cannot spare
-    take rows, and some row pays the least time for which all rows can be matched with places.
+    rows of each kind. `room`: (bins,), rows that fit. Every row needs a place. So a bin must take the rows for which
+    the other bins have no room, and some row costs at least the least time for which all rows can be matched with
+    places.
     """
     return max(_crowded(times, count, room), _matched(times, count, room))
 

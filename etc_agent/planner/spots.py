@@ -125,10 +125,10 @@ class Spots:
             options = [nodes for nodes in combinations(every, fewest) if self._suffices(nodes)]
             return max(options, key=lambda nodes: self.kept(keep, self.assign(keep, nodes)), default=every)
         while int(alive.sum()) > fewest:
-            self._give_up_nodes(keep, fewest, alive)
+            self._drop_nodes(keep, fewest, alive)
         return tuple(map(int, np.flatnonzero(alive)))
 
-    def _give_up_nodes(self, keep: Keep, fewest: int, alive: NDArray[np.bool_]) -> None:
+    def _drop_nodes(self, keep: Keep, fewest: int, alive: NDArray[np.bool_]) -> None:
         """Assign to all nodes that are `alive`; those without ranks go, and of the rest that is too many one half."""
         kept = self._kept_by_node(keep, [int(node) for node in np.flatnonzero(alive)])
         too_many = int(alive.sum()) - fewest

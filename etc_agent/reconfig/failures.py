@@ -21,7 +21,7 @@ first."""
 
 
 @dataclass(frozen=True, slots=True)
-class StartAnew:
+class FreshStart:
     """Every worker has to be started afresh. `current`: the record with the restart counted."""
 
     current: Current
@@ -29,14 +29,14 @@ class StartAnew:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class EndJob:
     """The job has failed."""
 
     exit_code: int
     why: str
 
 
-Verdict = Wait | StartAnew | GiveUp
+Verdict = Wait | FreshStart | EndJob
 
 
 def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
@@ -78,10 +78,10 @@ def _left_alone(failure: Failure, ended: str) -> Failure:
 def without(view: View, missing: list[str]) -> Verdict:
     """Nodes are lost: continue without them, or wait for others where too few are left."""
     lost = f"{names(missing)} was lost"
-    return below_min(view, lost) or StartAnew(view.current, lost)
+    return below_min(view, lost) or FreshStart(view.current, lost)
 
 
-def below_min(view: View, what: str) -> Wait | GiveUp | None:
+def below_min(view: View, what: str) -> Wait | EndJob | None:
     """The verdict where workers have to be started afresh because of `what`, but too few nodes are present: to wait for
     more, at most `below_min_s`. None where there are enough."""
     policy = view.policy
@@ -91,7 +91,7 @@ def below_min(view: View, what: str) -> Wait | GiveUp | None:
         here = f"{what} and {len(view.usable)} of at least {policy.min_nodes} nodes are here"
         return Wait(policy.below_min_s - view.quiet_s, f"waiting for nodes: {here}")
     nobody = f"nobody came in {policy.below_min_s:g} s (timeouts.join_s)"
-    return GiveUp(1, f"{what}, nnodes wants at least {policy.min_nodes}, and {nobody}")
+    return EndJob(1, f"{what}, nnodes wants at least {policy.min_nodes}, and {nobody}")
 
 
 def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
@@ -121,11 +121,11 @@ def _after(view: View, failure: Failure, acks: list[Ack]) -> Verdict:
     alike = current.failed_alike + 1 if is_early and signature == current.failed_as else int(is_early)
     if current.restarts >= policy.max_restarts:
         budget = f" ({policy.max_restarts} restarts used up)" if policy.max_restarts else ""
-        return GiveUp(failure.exit_code, what + budget)
+        return EndJob(failure.exit_code, what + budget)
     if policy.alike_failures and alike >= policy.alike_failures:
-        return GiveUp(failure.exit_code, f"{what} ({alike} times alike before the first step; alike_failures)")
+        return EndJob(failure.exit_code, f"{what} ({alike} times alike before the first step; alike_failures)")
     current = replace(current, restarts=current.restarts + 1, failed_as=signature, failed_alike=alike)
-    return StartAnew(current, f"restart {current.restarts} of {policy.max_restarts}: {what}")
+    return FreshStart(current, f"restart {current.restarts} of {policy.max_restarts}: {what}")
 
 
 def _rank(view: View, slot: str) -> int | None:

@@ -9,8 +9,8 @@ process, stops the workers in time).
 While etcd is unreachable for *everybody*, nobody can take over, and training continues. A node that cannot renew its
 lease tells the two cases apart by asking all other nodes how long they have followed etcd without interruption
 (`Contact`). A leader believes that a node is gone only when it has followed etcd for `trust_s` without interruption. So
-each answer gives a time before which that peer cannot have taken over (`Word.safe_until`), and the workers may run
-until the earliest of these times over all other nodes. One peer that has followed etcd all the time means that this
+each answer gives a time before which that peer cannot have taken over (`PeerStatus.safe_until`), and the workers may
+run until the earliest of these times over all other nodes. One peer that has followed etcd all the time means that this
 node is cut off. A peer that does not answer may have taken over, unless it has workers in the same generation and steps
 complete: a step needs that peer's workers too.
 
@@ -95,7 +95,7 @@ class Contact:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class PeerStatus:
     """What one agent tells another: for how long it has followed etcd (`Contact.followed_s`), and whether it has
     workers. `at`: when we began to ask, or were asked, by our clock; the statement was true at that time or later."""
 
@@ -120,20 +120,20 @@ class Evidence:
 
     `lease_until`: until when its lease is certainly valid. `heard_at`: when etcd last answered. `nodes`: all other
     nodes of the job as etcd showed them then. `companions`: those of them that have workers in the same generation.
-    `words`: agent -> what it said last. `stepped_at`: when a worker of this node last completed a step.
+    `statuses`: agent -> what it said last. `stepped_at`: when a worker of this node last completed a step.
     """
 
     lease_until: float
     heard_at: float = NEVER
     nodes: frozenset[str] = frozenset()
     companions: frozenset[str] = frozenset()
-    words: Mapping[str, Word] = field(default_factory=dict)
+    statuses: Mapping[str, PeerStatus] = field(default_factory=dict)
     stepped_at: float = NEVER
 
     @property
     def others(self) -> frozenset[str]:
         """The nodes that may take over: those that etcd showed, and those that have contacted this node since."""
-        came = (name for name, word in self.words.items() if word.hears_etcd and word.at > self.heard_at)
+        came = (name for name, status in self.statuses.items() if status.hears_etcd and status.at > self.heard_at)
         return self.nodes.union(came)
 
     def workers_until(self, fencing: Fencing, now: float) -> float:
@@ -151,13 +151,13 @@ class Evidence:
         if not self.others:
             return silent
         first = min(sorted(self.others), key=lambda other: self.safe_until(other, fencing))
-        hears = first in self.words and self.words[first].hears_etcd
+        hears = first in self.statuses and self.statuses[first].hears_etcd
         return f"{silent}, and node {first} {'hears it' if hears else 'does not answer either'}"
 
     def safe_until(self, other: str, fencing: Fencing) -> float:
         """The time before which `other` cannot take over."""
-        word = self.words.get(other)
-        said = word.safe_until(fencing) if word else NEVER
-        if other not in self.companions or (word and word.hears_etcd):
+        status = self.statuses.get(other)
+        said = status.safe_until(fencing) if status else NEVER
+        if other not in self.companions or (status and status.hears_etcd):
             return said
         return max(said, self.stepped_at + fencing.steps_s)

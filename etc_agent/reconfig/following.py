@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.anew import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed
 from etc_agent.reconfig.failures import names, without
+from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed
 from etc_agent.reconfig.given_up import announced, forgetting, with_refusal
 from etc_agent.reconfig.records import (
     Ack,
@@ -81,13 +81,13 @@ def _prepare(view: View, committed: Generation, proposed: Generation, old: list[
     if "" not in digests:
         if len(digests) > 1:
             different = "the workers computed different migration plans"
-            return _give_up(view, proposed, Refusal(str(proposed.placement[0]), ErrorKind.RAISED, different))
+            return _give_config_up(view, proposed, Refusal(str(proposed.placement[0]), ErrorKind.RAISED, different))
         return Write(replace(view.current, phase=Phase.ARMED))
     if view.phase_s >= view.policy.prepare_s:
         slow = [ack.node for ack in new if not ack.prepared]
         why = f"{names(slow)} was not ready within {view.policy.prepare_s:g} s (timeouts.prepare_s)"
         first = next(slot for slot in (*proposed.placement, *committed.placement) if slot.node == slow[0])
-        return _give_up(view, proposed, Refusal(str(first), ErrorKind.RAISED, why))
+        return _give_config_up(view, proposed, Refusal(str(first), ErrorKind.RAISED, why))
     return Wait(view.policy.prepare_s - view.phase_s)
 
 
@@ -102,10 +102,10 @@ def _refused(view: View, proposed: Generation, acks: list[Ack]) -> Decision:
         patience_s = 0.0
     if view.refused_s < patience_s:
         return Wait(patience_s - view.refused_s)
-    return _give_up(view, proposed, cause)
+    return _give_config_up(view, proposed, cause)
 
 
-def _give_up(view: View, proposed: Generation, cause: Refusal) -> Write:
+def _give_config_up(view: View, proposed: Generation, cause: Refusal) -> Write:
     """Withdraw the proposed generation because of `cause`, and record its config as given up."""
     given_up = replace(view, current=with_refusal(view, proposed.config, cause))
     return _withdraw(given_up, proposed, f"{cause}{announced(given_up, proposed.config)}")

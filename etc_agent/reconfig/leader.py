@@ -18,9 +18,9 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Placement
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.planner.placement import place
-from etc_agent.reconfig.anew import SIGTERM_EXIT_CODE, end, lost_or_failed, roles_of, start_anew, store_on
 from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.following import follow, stop_time
+from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, end, lost_or_failed, roles_of, start_fresh, store_on
 from etc_agent.reconfig.given_up import only_of_the_model, retry_in_s, with_refusal
 from etc_agent.reconfig.records import Current, Outcome, Phase, Refusal, Reply, Request, Result, first_refusal
 from etc_agent.reconfig.requests import answer_meanwhile, is_starting, met, reply_to, take_up
@@ -73,7 +73,7 @@ def _start(view: View) -> Decision:
             return Wait(policy.settle_s - view.quiet_s)
     elif policy.initial is not None and (why := check(view, policy.initial)):
         return end(view, Outcome.FAILED, 1, f"the config to start with cannot be: {why}")
-    return start_anew(view, "start")
+    return start_fresh(view, "start")
 
 
 def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
@@ -93,14 +93,14 @@ def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
     # That generation has made no progress, so any other config is better: treat the refusal as final.
     final = replace(refusal, kind=ErrorKind.MODEL)
     current = replace(with_refusal(view, committed.config, final), committed=0)
-    anew = replace(view, current=current)
+    without_it = replace(view, current=current)
     try:
-        candidate = target(anew, wanted)
+        candidate = target(without_it, wanted)
     except NoConfigError:
-        return start_anew(anew, refusal.error)
+        return start_fresh(without_it, refusal.error)
     if may_ask and candidate not in view.descriptions and candidate not in view.undescribed:
         raise NotDescribed(candidate)
-    return start_anew(anew, f"the model refuses the config before: {refusal.error}")
+    return start_fresh(without_it, f"the model refuses the config before: {refusal.error}")
 
 
 # ---- a committed generation, none proposed --------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
             return kept
         if only_of_the_model(current) != current and not view.is_below_min:
             reason = f"{names(leaving)} leaves and its workers could not hand over their state"
-            return start_anew(replace(view, current=current), reason)
+            return start_fresh(replace(view, current=current), reason)
         why = f"{names(leaving)} must leave, and the rest is too small: {error}"
         return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
     is_held = view.is_below_min and bool(leaving)
@@ -183,7 +183,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         is_plain = any(view.ack(committed.id, node).is_plain for node in committed.nodes)
         if view.phase_s < view.policy.start_s and not is_plain:
             return Write(current, reply=reply) if reply else Wait(view.policy.start_s - view.phase_s)
-        decision = start_anew(replace(view, current=current), reason)
+        decision = start_fresh(replace(view, current=current), reason)
         return replace(decision, reply=reply) if isinstance(decision, Write) else decision
     generation = Generation(
         current.next_id, config, placement := _placement(view, committed, config), store_on(view, placement[0].node),

@@ -198,7 +198,7 @@ def summarise(
     members = [own[index] for index in sorted(taking_part) if index in own]
     whole = len(members) == len(taking_part)
     prepared = [worker.prepared.get(generation.id) for worker in members]
-    digests = {report.digest for report in prepared if report}
+    digests = {message.digest for message in prepared if message}
     refusals = [
         Refusal(f"{node}/{worker.index}", worker.refused[generation.id].kind, worker.refused[generation.id].error)
         for worker in members
@@ -226,15 +226,15 @@ def summarise(
         ended=next((f"{node}/{worker.index}" for worker in holding if _finished(worker, generation.id)), ""),
         failure=first_cause(failures),
         step=max(
-            (worker.began_at for worker in holding) if generation.is_fresh else (report.step for report in switched),
+            (worker.began_at for worker in holding) if generation.is_fresh else (message.step for message in switched),
             default=0,
         ),
-        sent_bytes=sum(report.sent_bytes for report in switched),
-        received_bytes=sum(report.received_bytes for report in switched),
-        referred_bytes=sum(report.referred_bytes for report in switched),
-        stop_ms=max((report.stop_ms for report in first), default=0.0) if slots and len(first) == len(slots) else None,
-        phases_ms=slowest(report.phases_ms for report in switched),
-        prepare_ms=slowest(report.phases_ms for report in prepared if report),
+        sent_bytes=sum(message.sent_bytes for message in switched),
+        received_bytes=sum(message.received_bytes for message in switched),
+        referred_bytes=sum(message.referred_bytes for message in switched),
+        stop_ms=max((step.stop_ms for step in first), default=0.0) if slots and len(first) == len(slots) else None,
+        phases_ms=slowest(message.phases_ms for message in switched),
+        prepare_ms=slowest(message.phases_ms for message in prepared if message),
     )
 
 

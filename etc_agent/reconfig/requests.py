@@ -27,9 +27,10 @@ def met(view: View, reached: Generation, message: str) -> Reply:
         return reply(Result.DONE, message)
     acks = [view.ack(origin.id, node) for node in origin.nodes]
     if not all(ack.in_session for ack in acks):
-        return reply(Result.DONE, f"{message}; it was started anew for that: {origin.reason}")
+        return reply(Result.DONE, f"{message}; all workers were restarted for that: {origin.reason}")
     step = max(ack.step for ack in acks)
-    return reply(Result.RESTARTED, f"{message}, but it was started anew on the way, at step {step}: {origin.reason}")
+    why = origin.reason
+    return reply(Result.RESTARTED, f"{message}, but all workers were restarted on the way, from step {step}: {why}")
 
 
 def is_starting(view: View, committed: Generation) -> bool:

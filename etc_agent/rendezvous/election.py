@@ -83,7 +83,7 @@ class Election:
             mandate, self._mandate = self._mandate, None
         self._mirror.poke()
         if mandate is not None:
-            self._give_up(mandate)
+            self._give_lead_back(mandate)
 
     close = resign
 
@@ -105,7 +105,7 @@ class Election:
             if not has_resigned:
                 self._mandate = mandate
         if has_resigned:  # while etcd was making us the leader
-            self._give_up(mandate)
+            self._give_lead_back(mandate)
             return
         log.info("leading since revision %d", mandate.create_revision)
         self._tell(True)
@@ -118,7 +118,7 @@ class Election:
             log.warning("not leading any more")
             self._tell(False)
 
-    def _give_up(self, mandate: Mandate) -> None:
+    def _give_lead_back(self, mandate: Mandate) -> None:
         if not self._lease().is_held:
             return  # etcd is away or has ended the term itself; do not wait for it
         try:

@@ -32,7 +32,7 @@ class Snapshot(Mapping[str, KeyValue]):
         return len(self._entries)
 
     def is_older_than(self, other: Snapshot) -> bool:
-        """Whether `other` shows something later (or etcd anew): the predicate to wait for any change."""
+        """Whether `other` shows something later (or etcd with new data): the predicate to wait for any change."""
         return other.revision != self.revision
 
     def under(self, prefix: str) -> dict[str, KeyValue]:

@@ -189,7 +189,7 @@ def session(
         switch_timeout_s=switch_timeout_s,
         abort_timeout_s=abort_timeout_s,
         record=record,
-        verify_dir=environment.verify_dir,
+        dump_dir=environment.dump_dir,
         trace_dir=environment.trace_dir,
         migration=environment.migration or migration,
         budget_bytes=environment.budget_mb << 20 or budget_bytes or 0,

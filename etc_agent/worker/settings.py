@@ -15,7 +15,7 @@ Record = Callable[[int, Sequence[int]], None]
 class Settings:
     """`global_batch`: in samples. `timeout_s`: longest wait for peers in the training groups and for the store.
     `switch_timeout_s`: the same in the groups of a change. `abort_timeout_s`: longest wait until an aborted change or
-    an old generation is freed. `verify_dir`: where every worker dumps its shards before and after a migration, whose
+    an old generation is freed. `dump_dir`: where every worker dumps its shards before and after a migration, whose
     boxes are then also hashed on both ends; None for neither. `trace_dir`: where every worker writes a Chrome trace of
     each switch, or None. `migration`: ``auto``, ``keep`` or ``release`` (`etc_agent.migration.modes`). `budget_bytes`:
     most bytes of a worker's state during a migration, 0 for what fits."""
@@ -27,7 +27,7 @@ class Settings:
     switch_timeout_s: float
     abort_timeout_s: float
     record: Record | None
-    verify_dir: str | None = None
+    dump_dir: str | None = None
     trace_dir: str | None = None
     migration: str = "auto"
     budget_bytes: int = 0

@@ -17,7 +17,7 @@ from waiting import has_ended, process_group, wait_until
 
 from etc_agent.agent.safety.fence import Fence
 from etc_agent.agent.safety.guardian import Guardian
-from etc_agent.agent.safety.words import Speaker
+from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.surroundings import Surroundings
 
@@ -28,7 +28,7 @@ AGENT = """
 import subprocess, sys, time
 from etc_agent.agent.safety.fence import Fence
 from etc_agent.agent.safety.guardian import Guardian
-from etc_agent.agent.safety.words import Speaker
+from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.surroundings import Surroundings
 

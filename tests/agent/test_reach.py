@@ -15,31 +15,31 @@ import pytest
 from waiting import wait_until
 
 from etc_agent.agent.safety.contact_point import ContactPoint
+from etc_agent.agent.safety.peer_status import LONGEST_BYTES, Speaker
 from etc_agent.agent.safety.reach import Reach
-from etc_agent.agent.safety.words import LONGEST_BYTES, Speaker
-from etc_agent.reconfig.fencing import Word
+from etc_agent.reconfig.fencing import PeerStatus
 
 JOB = "job"
 HOST = "127.0.0.1"
-Words = dict[str, Word]
-ReachOf = Callable[[Words], Reach]
+Statuses = dict[str, PeerStatus]
+ReachOf = Callable[[Statuses], Reach]
 
 PEER = """
 import sys, time
 from etc_agent.agent.safety.contact_point import ContactPoint
-from etc_agent.agent.safety.words import Speaker
-from etc_agent.reconfig.fencing import Word
-point = ContactPoint("127.0.0.1", Speaker("job", "b"), lambda: Word(0.0, 5.0), lambda node, word: None)
+from etc_agent.agent.safety.peer_status import Speaker
+from etc_agent.reconfig.fencing import PeerStatus
+point = ContactPoint("127.0.0.1", Speaker("job", "b"), lambda: PeerStatus(0.0, 5.0), lambda node, status: None)
 print(point.port, flush=True)
 time.sleep(600)
 """
 
 
 @contextmanager
-def contact_point(node: str, followed_s: float, heard: Words | None = None, job: str = JOB) -> Iterator[str]:
+def contact_point(node: str, followed_s: float, heard: Statuses | None = None, job: str = JOB) -> Iterator[str]:
     """The address of an agent that says this."""
-    words = {} if heard is None else heard
-    point = ContactPoint(HOST, Speaker(job, node), lambda: Word(0.0, followed_s, True), words.__setitem__)
+    statuses = {} if heard is None else heard
+    point = ContactPoint(HOST, Speaker(job, node), lambda: PeerStatus(0.0, followed_s, True), statuses.__setitem__)
     yield f"{HOST}:{point.port}"
     point.close()
 
@@ -48,9 +48,10 @@ def contact_point(node: str, followed_s: float, heard: Words | None = None, job:
 def reach() -> Iterator[ReachOf]:
     """Makes what asks for node a and puts the answers in a dict."""
     with ExitStack() as stack:
-        def make(words: Words) -> Reach:
+        def make(statuses: Statuses) -> Reach:
             made = Reach(
-                Speaker(JOB, "a"), lambda: Word(0.0, 7.0, False), words.__setitem__, every_s=0.05, timeout_s=0.5
+                Speaker(JOB, "a"), lambda: PeerStatus(0.0, 7.0, False), statuses.__setitem__, every_s=0.05,
+                timeout_s=0.5,
             )
             stack.callback(made.close)
             return made
@@ -59,8 +60,8 @@ def reach() -> Iterator[ReachOf]:
 
 
 def test_both_sides_learn_what_the_other_says(reach: ReachOf) -> None:
-    answers: Words = {}
-    callers: Words = {}
+    answers: Statuses = {}
+    callers: Statuses = {}
     begin = time.monotonic()
     with contact_point("b", 3.0, callers) as address:
         reach(answers).want({"b": address}, {})
@@ -71,7 +72,7 @@ def test_both_sides_learn_what_the_other_says(reach: ReachOf) -> None:
 
 
 def test_a_stopped_agent_gives_no_answer_though_its_kernel_takes_the_connection(reach: ReachOf) -> None:
-    answers: Words = {}
+    answers: Statuses = {}
     with subprocess.Popen([sys.executable, "-c", PEER], stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdout is not None
         address = (HOST, int(peer.stdout.readline()))
@@ -89,7 +90,7 @@ def test_a_stopped_agent_gives_no_answer_though_its_kernel_takes_the_connection(
 
 
 def test_hundreds_of_nodes_that_do_not_answer_hold_up_none_that_does(reach: ReachOf) -> None:
-    answers: Words = {}
+    answers: Statuses = {}
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server((HOST, 0), backlog=1024))
         asked = {f"n{number}": f"{HOST}:{silent.getsockname()[1]}" for number in range(300)}
@@ -102,8 +103,8 @@ def test_hundreds_of_nodes_that_do_not_answer_hold_up_none_that_does(reach: Reac
 
 
 def test_nobody_is_asked_before_it_is_wanted_and_names_are_learned_before(reach: ReachOf) -> None:
-    answers: Words = {}
-    callers: Words = {}
+    answers: Statuses = {}
+    callers: Statuses = {}
     with contact_point("b", 1.0, callers) as address:
         asking = reach(answers)
         asking.want({}, {"b": address.replace(HOST, "localhost")})
@@ -113,8 +114,8 @@ def test_nobody_is_asked_before_it_is_wanted_and_names_are_learned_before(reach:
 
 
 def test_words_of_another_job_of_oneself_and_what_is_none_do_not_count(reach: ReachOf) -> None:
-    answers: Words = {}
-    callers: Words = {}
+    answers: Statuses = {}
+    callers: Statuses = {}
     with ExitStack() as stack:
         asked = {
             "other job": stack.enter_context(contact_point("c", 1.0, callers, job="other")),
@@ -132,8 +133,8 @@ def test_words_of_another_job_of_oneself_and_what_is_none_do_not_count(reach: Re
 
 
 def test_an_address_that_this_host_does_not_have_is_listened_for_on_all(reach: ReachOf) -> None:
-    answers: Words = {}
-    point = ContactPoint("192.0.2.1", Speaker(JOB, "b"), lambda: Word(0.0, 1.0), {}.__setitem__)
+    answers: Statuses = {}
+    point = ContactPoint("192.0.2.1", Speaker(JOB, "b"), lambda: PeerStatus(0.0, 1.0), {}.__setitem__)
     reach(answers).want({"b": f"{HOST}:{point.port}"}, {})
     wait_until(lambda: answers, "an answer")
     point.close()

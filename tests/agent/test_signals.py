@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 
-from etc_agent.agent.leaving import SAME_WORD_S, Leaving, Word
+from etc_agent.agent.leaving import REPEAT_S, Leaving, SignalMeaning
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import WorkerLogs
 from etc_agent.agent.processes.programs import Script
@@ -52,18 +52,18 @@ def handlers_as_before() -> Iterator[None]:
 
 def test_the_first_signal_is_a_leave_one_right_after_it_the_same_and_a_later_one_a_stop() -> None:
     leaving = Leaving()
-    assert leaving.take_signal(signal.SIGTERM, now=100.0) is Word.LEAVE
+    assert leaving.take_signal(signal.SIGTERM, now=100.0) is SignalMeaning.LEAVE
     assert leaving.is_told
-    assert leaving.take_signal(signal.SIGTERM, now=100.0 + SAME_WORD_S / 2) is Word.REPEATED
+    assert leaving.take_signal(signal.SIGTERM, now=100.0 + REPEAT_S / 2) is SignalMeaning.REPEATED
     assert leaving.signals == [signal.SIGTERM]
-    assert leaving.take_signal(signal.SIGINT, now=100.0 + 2 * SAME_WORD_S) is Word.STOP
+    assert leaving.take_signal(signal.SIGINT, now=100.0 + 2 * REPEAT_S) is SignalMeaning.STOP
     assert leaving.signals == [signal.SIGTERM, signal.SIGINT]
 
 
 def test_the_signal_after_the_probe_s_notice_is_the_first_and_no_deadline_moves_away() -> None:
     leaving = Leaving(is_preempted=True)
     leaving.be_gone_by(now=0.0, limit_s=30.0)
-    assert leaving.take_signal(signal.SIGTERM, now=10.0) is Word.LEAVE
+    assert leaving.take_signal(signal.SIGTERM, now=10.0) is SignalMeaning.LEAVE
     leaving.be_gone_by(now=10.0, limit_s=300.0)
     assert leaving.deadline == 30.0
 

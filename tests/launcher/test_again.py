@@ -16,12 +16,12 @@ import pytest
 
 from etc_agent.agent.processes import torch_hook
 from etc_agent.control.channel import SOCKET_VARIABLE
-from etc_agent.worker.process import rounds
+from etc_agent.worker.process import group_numbers
 
 ROUNDS = r"""
 import os, sys, torch, torch.distributed as dist
 from datetime import timedelta
-assert "etc_agent.worker.process.rounds" in sys.modules
+assert "etc_agent.worker.process.group_numbers" in sys.modules
 for number in range(6):
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     ones = torch.ones(1)
@@ -72,7 +72,7 @@ def test_a_restart_meets_nothing_that_the_attempt_before_has_left(tmp_path: Path
 def test_one_that_gave_up_waiting_tries_the_same_round_again() -> None:
     from torch.distributed import HashStore
 
-    store, ranks = HashStore(), [rounds.Rounds(lambda url: iter([(store, 0, 2)])) for _ in range(2)]
+    store, ranks = HashStore(), [group_numbers.NumberedRendezvous(lambda url: iter([(store, 0, 2)])) for _ in range(2)]
 
     def enter(rank: int) -> bytes:
         """Who is here, as a key in the store of the round."""
@@ -89,10 +89,10 @@ def test_one_that_gave_up_waiting_tries_the_same_round_again() -> None:
 def test_nothing_is_changed_outside_our_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.rendezvous import _rendezvous_handlers
 
-    assert rounds._STARTED_BY_OUR_AGENT == SOCKET_VARIABLE
+    assert group_numbers._STARTED_BY_OUR_AGENT == SOCKET_VARIABLE
     before = dict(_rendezvous_handlers)
     monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
-    rounds.install()
+    group_numbers.install()
     assert _rendezvous_handlers == before
 
 

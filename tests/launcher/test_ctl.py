@@ -100,7 +100,7 @@ def test_a_refused_request_says_why_and_exits_1(endpoint: str, client: EtcdClien
 def test_a_size_that_is_reached_by_a_restart_has_an_exit_code_of_its_own(
     endpoint: str, client: EtcdClient, keys: JobKeys
 ) -> None:
-    said = "the job runs as DP8, but it was started anew on the way, at step 40: node b was lost"
+    said = "the job runs as DP8, but all workers were restarted on the way, from step 40: node b was lost"
     with Leader(client, keys, ("accepted", 2, "changing to DP8"), ("restarted", 3, said)):
         ended = ctl(endpoint, "scale", "8", "--wait")
     assert (ended.returncode, ended.stdout.splitlines()[-1]) == (3, f"8: restarted (generation 3): {said}")

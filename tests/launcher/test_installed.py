@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = r"""
 import os, sys, torch, torch.distributed as dist, etc_agent
-assert "etc_agent.worker.process.rounds" in sys.modules
+assert "etc_agent.worker.process.group_numbers" in sys.modules
 for number in range(2):
     dist.init_process_group("gloo")
     dist.barrier()

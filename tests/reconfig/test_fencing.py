@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import ELASTIC, started
 
-from etc_agent.reconfig.fencing import FOR_EVER, Contact, Evidence, Fencing, Word
+from etc_agent.reconfig.fencing import FOR_EVER, Contact, Evidence, Fencing, PeerStatus
 from etc_agent.reconfig.records import Failure, FailureKind, Result
 from etc_agent.reconfig.view import Policy, uncleared
 from etc_agent.simulator.cluster.at_rest import Cluster
@@ -39,22 +39,22 @@ def test_a_node_that_hears_nobody_stops_when_its_lease_is_over_and_not_before(fe
 
 
 def test_one_peer_that_hears_etcd_means_that_this_node_is_cut_off() -> None:
-    words = {"b": Word(NOW, followed_s=0.0), "c": Word(NOW, followed_s=500.0)}
-    assert not lives_on(lost_lease(nodes=B | C, words=words))
-    assert not lives_on(lost_lease(nodes=B | C, companions=C, words=words, stepped_at=NOW)), "even if steps go on"
+    statuses = {"b": PeerStatus(NOW, followed_s=0.0), "c": PeerStatus(NOW, followed_s=500.0)}
+    assert not lives_on(lost_lease(nodes=B | C, statuses=statuses))
+    assert not lives_on(lost_lease(nodes=B | C, companions=C, statuses=statuses, stepped_at=NOW)), "even if steps go on"
 
 
 def test_while_all_other_nodes_have_lost_etcd_too_long_steps_and_scripts_without_any_go_on() -> None:
-    words = {"b": Word(NOW, followed_s=0.0), "c": Word(NOW, followed_s=0.0)}
-    assert lives_on(lost_lease(nodes=B | C, words=words))
+    statuses = {"b": PeerStatus(NOW, followed_s=0.0), "c": PeerStatus(NOW, followed_s=0.0)}
+    assert lives_on(lost_lease(nodes=B | C, statuses=statuses))
 
 
 def test_all_other_nodes_have_to_answer_for_one_that_does_not_may_have_taken_over() -> None:
     others = frozenset(f"n{number}" for number in range(63))
-    words = {name: Word(NOW, followed_s=0.0) for name in others}
-    assert lives_on(lost_lease(nodes=others, words=words))
-    del words["n17"]
-    assert not lives_on(lost_lease(nodes=others, words=words))
+    statuses = {name: PeerStatus(NOW, followed_s=0.0) for name in others}
+    assert lives_on(lost_lease(nodes=others, statuses=statuses))
+    del statuses["n17"]
+    assert not lives_on(lost_lease(nodes=others, statuses=statuses))
 
 
 def test_steps_speak_for_the_nodes_that_they_need_and_for_no_others() -> None:
@@ -64,19 +64,19 @@ def test_steps_speak_for_the_nodes_that_they_need_and_for_no_others() -> None:
 
 
 def test_the_time_that_is_left_counts_from_the_last_word_and_not_from_now() -> None:
-    evidence = lost_lease(nodes=B, words={"b": Word(NOW - 3, followed_s=0.0)})
+    evidence = lost_lease(nodes=B, statuses={"b": PeerStatus(NOW - 3, followed_s=0.0)})
     assert evidence.workers_until(TEN, NOW) == evidence.workers_until(TEN, NOW + 2)
     assert evidence.workers_until(TEN, NOW) == NOW - 3 + TEN.trust_s - TEN.fence_s
 
 
 def test_a_peer_that_has_just_found_etcd_again_leaves_time_to_find_it_too() -> None:
-    evidence = lost_lease(nodes=B, words={"b": Word(NOW, followed_s=1.0)})
+    evidence = lost_lease(nodes=B, statuses={"b": PeerStatus(NOW, followed_s=1.0)})
     assert evidence.workers_until(TEN, NOW) == NOW + TEN.trust_s - 1 - TEN.fence_s
 
 
 def test_a_node_that_knows_of_no_other_goes_on_as_long_as_its_agent_can_answer_newcomers() -> None:
     assert lost_lease().workers_until(TEN, NOW + 1e4) > NOW + 1e4
-    newcomer = lost_lease(words={"d": Word(NOW - 1, followed_s=60.0)})
+    newcomer = lost_lease(statuses={"d": PeerStatus(NOW - 1, followed_s=60.0)})
     assert not lives_on(newcomer)
 
 
@@ -89,8 +89,8 @@ def test_contact_with_etcd_begins_anew_after_a_silence() -> None:
 
 
 def test_a_reason_names_the_node_that_counts() -> None:
-    assert "node c hears it" in lost_lease(nodes=B | C, words={
-        "b": Word(NOW, followed_s=0.0), "c": Word(NOW, followed_s=500.0)
+    assert "node c hears it" in lost_lease(nodes=B | C, statuses={
+        "b": PeerStatus(NOW, followed_s=0.0), "c": PeerStatus(NOW, followed_s=500.0)
     }).why(TEN, NOW)
     assert "node b does not answer" in lost_lease(nodes=B).why(TEN, NOW)
     assert Evidence(NOW).workers_until(TEN, NOW) < FOR_EVER

@@ -320,7 +320,7 @@ def test_a_request_that_is_met_by_a_restart_on_the_way_says_so_and_from_which_st
     cluster.run()
     assert last(cluster) == (
         Result.RESTARTED,
-        "the job runs as PP2TP1DP2, but it was started anew on the way, at step 7: "
+        "the job runs as PP2TP1DP2, but all workers were restarted on the way, from step 7: "
         "restart 1 of 1: the worker on a/0 failed: a bug",
     )
 

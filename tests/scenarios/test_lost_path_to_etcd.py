@@ -68,7 +68,7 @@ def test_a_job_whose_node_loses_etcd_goes_on_on_another_node_when_no_worker_is_l
         wait_until(lambda: grows(tmp_path, "a"), "a worker on node a")
         if spare_comes == "before":
             runs.append(spare())
-            runs[1].wait_for("a spare, waiting to be needed")
+            runs[1].wait_for("a waiting node, without workers")
         wire.cut()
         if spare_comes == "soon after":
             runs.append(spare())

@@ -57,6 +57,6 @@ def test_a_size_that_is_reached_by_a_restart_is_not_called_done(tmp_path: Path, 
     )
     assert ended.returncode == 3, ended.stdout + ended.stderr
     said = ended.stdout.splitlines()[-1]
-    assert said.startswith("PP3TP1DP1: restarted (generation 3): the job runs as PP3TP1DP1, but it was started anew")
-    assert "at step 0: restart 1 of 1: the worker on" in said
+    assert said.startswith("PP3TP1DP1: restarted (generation 3): the job runs as PP3TP1DP1, but all workers")
+    assert "restarted on the way, from step 0: restart 1 of 1: the worker on" in said
     assert "was killed by SIGKILL" in said

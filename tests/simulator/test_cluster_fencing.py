@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from etc_agent.reconfig.fencing import FOR_EVER, Evidence, Fencing, Word
+from etc_agent.reconfig.fencing import FOR_EVER, Evidence, Fencing, PeerStatus
 from etc_agent.reconfig.view import Policy
 from etc_agent.simulator.cluster.agent import rule
 from etc_agent.simulator.cluster.workers import Model
@@ -26,19 +26,19 @@ def policy(min_nodes: int = 1, max_nodes: int = 3) -> Policy:
 class OnceWorld(World):
     """As it was: agents asked whether a port accepts, which the kernel of a stopped one does too, and nothing else."""
 
-    def ask(self, name: str, other: str, word: Word) -> Word | None:
+    def ask(self, name: str, other: str, status: PeerStatus) -> PeerStatus | None:
         agent = self.agents.get(other)
         if agent is None or agent.has_left or (name, other) in self.cut:
             return None
-        return Word(self.now, agent.contact.followed_s(self.now))
+        return PeerStatus(self.now, agent.contact.followed_s(self.now))
 
 
 def once(evidence: Evidence, fencing: Fencing, now: float) -> float:
     """The rule that there was: stay while more than half of all nodes accept connections, or steps need others."""
     if not evidence.nodes:
         return FOR_EVER
-    answered = [node for node in evidence.nodes if node in evidence.words]
-    recent = [node for node in answered if now - evidence.words[node].at < fencing.steps_s]
+    answered = [node for node in evidence.nodes if node in evidence.statuses]
+    recent = [node for node in answered if now - evidence.statuses[node].at < fencing.steps_s]
     if 2 * (len(recent) + 1) > len(evidence.nodes) + 1:
         return max(evidence.lease_until, now + fencing.steps_s)
     return max(evidence.lease_until, evidence.stepped_at + fencing.steps_s if evidence.companions else 0.0)
@@ -46,7 +46,7 @@ def once(evidence: Evidence, fencing: Fencing, now: float) -> float:
 
 def most(evidence: Evidence, fencing: Fencing, now: float) -> float:
     """The same, except that one peer that hears etcd means that the node is cut off."""
-    if any(word.hears_etcd and now - word.at < fencing.steps_s for word in evidence.words.values()):
+    if any(status.hears_etcd and now - status.at < fencing.steps_s for status in evidence.statuses.values()):
         return evidence.lease_until
     return once(evidence, fencing, now)
 

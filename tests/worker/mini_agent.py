@@ -98,7 +98,7 @@ class MiniAgent:
     ) -> None:
         self._job = job
         self.directory = directory
-        self.verify_dir = directory / "verify"
+        self.dump_dir = directory / "verify"
         self.fault = fault or {}
         self._arguments = (str(directory), num_steps, pause_s, self.fault)
         self._verify = verify
@@ -136,7 +136,7 @@ class MiniAgent:
     # -- what an agent does ----------------------------------------------------------------------------------------
 
     def start(self, config: str) -> None:
-        """Generation 1, every worker anew."""
+        """Generation 1, a fresh one."""
         parsed = ParallelConfig.parse(config)
         generation = self._next_generation(parsed, tuple(Slot(NODE, i) for i in range(parsed.num_ranks)), previous=0)
         for slot in generation.placement:
@@ -285,8 +285,8 @@ class MiniAgent:
             SOCKET_VARIABLE: self._path, JOINING_VARIABLE: "1" if joining else "0",
         }
         if self._verify:
-            environment["ETC_VERIFY"] = str(self.verify_dir)
-            environment["ETC_TRACE"] = str(self.verify_dir.with_name("trace"))
+            environment["ETC_VERIFY"] = str(self.dump_dir)
+            environment["ETC_TRACE"] = str(self.dump_dir.with_name("trace"))
         log = str(self.directory / f"worker-{slot.index}-gen{generation.id}.log")
         process = context.Process(target=_worker_main, args=(environment, log, self._job, self._arguments), daemon=True)
         process.start()

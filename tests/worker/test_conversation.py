@@ -73,7 +73,7 @@ def test_a_config_that_cannot_be_read_and_a_model_that_cannot_be_built_are_answe
 def test_a_layout_too_large_to_be_told_is_answered_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 300)
     with conversing() as (_, channel, conversation):
-        conversation.report(Described("DP1", {"tensors": ["x"] * 100}))
+        conversation.send(Described("DP1", {"tensors": ["x"] * 100}))
         described = next_of(channel, Described)
         assert isinstance(described, Described)
         assert (described.layout, described.kind) == (None, ErrorKind.RAISED)

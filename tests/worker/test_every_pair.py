@@ -49,10 +49,10 @@ def test_every_ordered_pair_of_configs_on_four_workers_keeps_every_bit(tmp_path:
             agent.change(str(current))
             assert agent.generation is not None
             number = agent.generation.id
-            old = gathered(agent.verify_dir, number, "old", previous.num_ranks)
-            new = gathered(agent.verify_dir, number, "new", current.num_ranks)
+            old = gathered(agent.dump_dir, number, "old", previous.num_ranks)
+            new = gathered(agent.dump_dir, number, "new", current.num_ranks)
             assert any(name.startswith("rng.") for name in old)
             assert any(name.endswith("exp_avg_sq") for name in old)
             assert_same_bits(old, new)
-            for path in agent.verify_dir.iterdir():
+            for path in agent.dump_dir.iterdir():
                 path.unlink()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME_WORD_S = 1.0
+REPEAT_S = 1.0
 
 
 class Signalled:
@@ -85,7 +85,7 @@ def test_a_main_thread_in_a_collective_is_no_hindrance_and_a_second_signal_ends_
     run.signal_all()
     run.until(REPORTED)
     assert run.process.poll() is None
-    time.sleep(SAME_WORD_S)  # until a signal is no repetition any more
+    time.sleep(REPEAT_S)  # until a signal is no repetition any more
     run.signal_all()
     exit_code, lines = run.end()
     assert exit_code == -signal.SIGTERM

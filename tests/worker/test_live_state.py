@@ -29,8 +29,8 @@ def test_an_fsdp2_job_changes_its_size_while_it_trains_without_one_refusal(
             agent.change(text)
             assert agent.generation is not None
             number, current = agent.generation.id, ParallelConfig.parse(text)
-            old = gathered(agent.verify_dir, number, "old", previous.num_ranks)
-            new = gathered(agent.verify_dir, number, "new", current.num_ranks)
+            old = gathered(agent.dump_dir, number, "old", previous.num_ranks)
+            new = gathered(agent.dump_dir, number, "new", current.num_ranks)
             assert any(name.endswith("exp_avg_sq") for name in old)
             assert_same_bits(old, new)
             previous = current

@@ -46,8 +46,8 @@ def test_the_values_that_tensors_have_at_the_switch_move(tmp_path: Path) -> None
             generation, everyone = prepared_and_rebound(agent, kind)
             agent.commit(generation, everyone)
             agent.first_steps()
-            old = gathered(agent.verify_dir, generation.id, "old", before.num_ranks)
-            new = gathered(agent.verify_dir, generation.id, "new", generation.config.num_ranks)
+            old = gathered(agent.dump_dir, generation.id, "old", before.num_ranks)
+            new = gathered(agent.dump_dir, generation.id, "new", generation.config.num_ranks)
             assert_same_bits(old, new)
         agent.last_step_in(3)
         assert set(agent.finish().values()) == {0}
@@ -59,7 +59,7 @@ def test_in_release_mode_the_present_values_move_too(tmp_path: Path) -> None:
         generation, everyone = prepared_and_rebound(agent, "exchange_weights load_moments exchange_moments new_memory")
         agent.commit(generation, everyone)
         agent.first_steps()
-        old, new = (gathered(agent.verify_dir, generation.id, side, ranks) for side, ranks in (("old", 2), ("new", 4)))
+        old, new = (gathered(agent.dump_dir, generation.id, side, ranks) for side, ranks in (("old", 2), ("new", 4)))
         assert_same_bits(old, new)
         agent.last_step_in(3)
         assert set(agent.finish().values()) == {0}

@@ -23,8 +23,8 @@ def test_a_job_changes_its_size_in_release_mode_and_keeps_every_bit(tmp_path: Pa
             agent.first_steps()
             assert agent.generation is not None
             number, current = agent.generation.id, ParallelConfig.parse(text)
-            old = gathered(agent.verify_dir, number, "old", previous.num_ranks)
-            new = gathered(agent.verify_dir, number, "new", current.num_ranks)
+            old = gathered(agent.dump_dir, number, "old", previous.num_ranks)
+            new = gathered(agent.dump_dir, number, "new", current.num_ranks)
             assert any(name.endswith("exp_avg_sq") for name in old)
             assert_same_bits(old, new)
             previous = current

@@ -16,7 +16,7 @@ from oracle import assert_same_bits, gathered
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.state.rng import carried_stream, derived_seed
-from etc_agent.worker.change.state.shard_files import write_shards
+from etc_agent.worker.change.state.shard_dumps import dump_shards
 from etc_agent.worker.context import check_global_batch
 
 CPU = torch.device("cpu")
@@ -139,7 +139,7 @@ def test_shards_of_every_kind_are_written_with_their_bits(tmp_path: Path) -> Non
         Shard(LogicalTensor("step", (), "float32", 4), whole(())): torch.tensor(7.0),
         Shard(LogicalTensor("none", (0, 8), "int64", 8), whole((0, 8))): torch.zeros(0, 8, dtype=torch.int64),
     }
-    write_shards(str(tmp_path), 3, "new", 0, shards)
+    dump_shards(str(tmp_path), 3, "new", 0, shards)
     with np.load(tmp_path / "gen3-new-rank0.npz") as file:
         assert [entry["name"] for entry in json.loads(file["index"].tobytes())] == ["m", "step", "none"]
         assert file["b0"].tobytes() == matrix.view(torch.uint8).numpy().tobytes()

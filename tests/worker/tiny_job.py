@@ -32,7 +32,7 @@ from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.worker.change.errors import SwitchError
 from etc_agent.worker.change.prepared import PreparedGeneration
-from etc_agent.worker.change.state.shard_files import write_shards
+from etc_agent.worker.change.state.shard_dumps import dump_shards
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.world.swap import World
 
@@ -256,7 +256,7 @@ def saving_what_is_left(log: Path, session: etc.Session) -> Iterator[None]:
     try:
         yield
     except SwitchError:
-        write_shards(str(log), session.generation, "left", session.parallel.rank, shards_of(session.state))
+        dump_shards(str(log), session.generation, "left", session.parallel.rank, shards_of(session.state))
         raise
 
 

@@ -164,4 +164,4 @@ class _FunctionContext(PContext):
             self._result_file.unlink(missing_ok=True)
 
     def _close(self, death_sig: object, timeout: int = 30) -> None:
-        """The agent ends the process; here there is nothing else to let go."""
+        """The agent ends the process; nothing else has to be freed here."""

@@ -1,4 +1,4 @@
-"""The workers of this node: their processes, what they reported and what they were told."""
+"""The workers of this node: their processes, what they have sent, and what was sent to them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from etc_agent.reconfig.records import Failure, first_cause
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_S = 2.0
+_LAST_MESSAGES_S = 2.0
 """How long an ended worker's last messages are waited for."""
 _FOR_ALL_S = 2.0
 """A signal to leave that a worker has got is taken to be for the whole node if the agent gets one within this time."""
@@ -62,7 +62,7 @@ class LocalWorker:
     is_closed: bool = False
     ended_at: float = 0.0
     told: set[tuple[str, int]] = field(default_factory=set)
-    reports: dict[str, dict[int, Message]] = field(default_factory=lambda: defaultdict(dict))
+    received: dict[str, dict[int, Message]] = field(default_factory=lambda: defaultdict(dict))
     progress: Progress | None = None
     heartbeats: int = 0
     position: Position | None = None
@@ -82,7 +82,7 @@ class LocalWorker:
             return None
         if self.process.exit_code is None or self.channel is None or self.is_closed:
             return self.process.exit_code
-        return self.process.exit_code if time.monotonic() - self.ended_at > _LAST_WORDS_S else None
+        return self.process.exit_code if time.monotonic() - self.ended_at > _LAST_MESSAGES_S else None
 
     def _failure(self) -> Failure | None:
         if self.exit_code is None:
@@ -110,10 +110,10 @@ class LocalWorker:
             exit_code=self.exit_code,
             failure=self._failure(),
             told=frozenset(self.told),
-            prepared=dict(self.reports[Prepared.type]),  # type: ignore[arg-type]
-            refused=dict(self.reports[Refused.type]),  # type: ignore[arg-type]
-            switched=dict(self.reports[Switched.type]),  # type: ignore[arg-type]
-            first_step=dict(self.reports[FirstStep.type]),  # type: ignore[arg-type]
+            prepared=dict(self.received[Prepared.type]),  # type: ignore[arg-type]
+            refused=dict(self.received[Refused.type]),  # type: ignore[arg-type]
+            switched=dict(self.received[Switched.type]),  # type: ignore[arg-type]
+            first_step=dict(self.received[FirstStep.type]),  # type: ignore[arg-type]
         )
 
 
@@ -275,7 +275,7 @@ class LocalWorkers:
             case Described():
                 return message
             case Prepared() | Refused() | Switched() | FirstStep():
-                worker.reports[message.type][message.generation] = message
+                worker.received[message.type][message.generation] = message
             case Progress():
                 worker.progress = message
             case Signalled(number):
@@ -289,9 +289,9 @@ class LocalWorkers:
         return None
 
     def progress(self) -> Progress | None:
-        """The furthest report of progress."""
-        reports = [worker.progress for worker in self._workers.values() if worker.progress is not None]
-        return max(reports, key=lambda report: (report.generation, report.step), default=None)
+        """The progress of the worker that is furthest."""
+        received = [worker.progress for worker in self._workers.values() if worker.progress is not None]
+        return max(received, key=lambda progress: (progress.generation, progress.step), default=None)
 
 
 def _rank_of(worker: LocalWorker, generation: Generation | None) -> int:

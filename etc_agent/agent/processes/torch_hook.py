@@ -1,4 +1,4 @@
-"""How the code that numbers the rounds of ``init_process_group`` gets into our workers, and only there.
+"""How the code that numbers the process groups of ``env://`` (`group_numbers`) gets into our workers, and only there.
 
 torch calls the entry points of the group ``torch.backends`` that it finds on `sys.path` when it is imported. One that
 came with the installed package would run in every process of the environment that imports torch, whoever started it.

@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from etc_agent.agent.safety.words import LONGEST_BYTES, Speaker
-from etc_agent.reconfig.fencing import Word
+from etc_agent.agent.safety.peer_status import LONGEST_BYTES, Speaker
+from etc_agent.reconfig.fencing import PeerStatus
 from etc_agent.rendezvous.addresses import listen_at
 
 _CALLER_S = 2.0
@@ -23,12 +23,12 @@ class ContactPoint:
     """Listens on a free port of `address` from its constructor on, or of all addresses where this host has no such one
     (it is behind NAT).
 
-    `own`: what this agent says. `heard(node, word)`: takes in what a caller says of itself. Both are called from a
+    `own`: what this agent says. `heard(node, status)`: takes in what a caller says of itself. Both are called from a
     thread of this object.
     """
 
     def __init__(
-        self, address: str, speaker: Speaker, own: Callable[[], Word], heard: Callable[[str, Word], None]
+        self, address: str, speaker: Speaker, own: Callable[[], PeerStatus], heard: Callable[[str, PeerStatus], None]
     ) -> None:
         self._speaker, self._own, self._heard = speaker, own, heard
         self._socket = _listen(address)

@@ -2,7 +2,7 @@
 
 A thread gathers the evidence; the guardian, another process, does it. The agent's own loop may be waiting for an etcd
 that does not answer, and an agent that is stopped (SIGSTOP, a frozen machine) can decide nothing: so the guardian is
-told again and again until when the workers may live, and kills them when that time passes without another word.
+told again and again until when the workers may live, and kills them when that time passes without another deadline.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Protocol
 
 from etc_agent.agent.safety.contact_point import ContactPoint
 from etc_agent.agent.safety.guardian import Guardian
+from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.agent.safety.reach import Reach
-from etc_agent.agent.safety.words import Speaker
-from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, Word
+from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, PeerStatus
 from etc_agent.reconfig.surroundings import Surroundings
 
 _LONGEST_TICK_S = 0.25
@@ -42,7 +42,7 @@ class Fence:
         self._fencing, self._etcd, self._guardian = fencing, etcd, guardian
         self._around = Surroundings()
         self._contact = Contact()
-        self._words: dict[str, Word] = {}
+        self._statuses: dict[str, PeerStatus] = {}
         self._stepped_at = NEVER
         self._until = FOR_EVER
         self._looked_at = time.monotonic()
@@ -50,9 +50,9 @@ class Fence:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._tick_s = min(_LONGEST_TICK_S, fencing.ttl_s / 16)
-        self._point = ContactPoint(address, speaker, self._own_word, self._heard)
+        self._point = ContactPoint(address, speaker, self._own_status, self._heard)
         self._reach = Reach(
-            speaker, self._own_word, self._heard, every_s=fencing.ttl_s / 16, timeout_s=fencing.ttl_s / 8
+            speaker, self._own_status, self._heard, every_s=fencing.ttl_s / 16, timeout_s=fencing.ttl_s / 8
         )
         self._thread = threading.Thread(target=self._run, name="fence", daemon=True)
         self._thread.start()
@@ -70,7 +70,7 @@ class Fence:
     @property
     def alive_at(self) -> dict[str, float]:
         """Node -> when its agent was last asked, or asked us, and said that it has workers."""
-        return {node: word.at for node, word in self._words.copy().items() if word.has_workers}
+        return {node: status.at for node, status in self._statuses.copy().items() if status.has_workers}
 
     def observe(self, around: Surroundings) -> None:
         """What is there to fence and whom to ask. When this returns, the guardian knows until when new workers live."""
@@ -86,7 +86,7 @@ class Fence:
 
     @property
     def fell(self) -> str:
-        """Why the workers had to end, in words; "" where they did not."""
+        """Why the workers had to end, for people; "" where they did not."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._look()
@@ -106,12 +106,12 @@ class Fence:
         self._point.close()
         self._allow(FOR_EVER)
 
-    def _own_word(self) -> Word:
-        return Word(time.monotonic(), self.followed_s, self._around.has_workers)
+    def _own_status(self) -> PeerStatus:
+        return PeerStatus(time.monotonic(), self.followed_s, self._around.has_workers)
 
-    def _heard(self, node: str, word: Word) -> None:
+    def _heard(self, node: str, status: PeerStatus) -> None:
         """From the threads of the contact point and of `Reach`."""
-        self._words[node] = word
+        self._statuses[node] = status
 
     def _run(self) -> None:
         while not self._closed.wait(self._tick_s):
@@ -131,7 +131,7 @@ class Fence:
             self._allow(FOR_EVER)
             return
         evidence = Evidence(
-            lease_until, self._etcd.heard_at, frozenset(around.others), around.companions, self._words.copy(),
+            lease_until, self._etcd.heard_at, frozenset(around.others), around.companions, self._statuses.copy(),
             self._stepped_at,
         )
         until = evidence.workers_until(self._fencing, now)

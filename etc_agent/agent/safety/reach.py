@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from etc_agent.agent.safety.words import LONGEST_BYTES, Speaker
-from etc_agent.reconfig.fencing import Word
+from etc_agent.agent.safety.peer_status import LONGEST_BYTES, Speaker
+from etc_agent.reconfig.fencing import PeerStatus
 
 _MOST_AT_ONCE = 128
 """Questions under way: a job may have more nodes than a process may have open files."""
@@ -19,15 +19,15 @@ class Reach:
     """Asks every node that it is told to, again and again, from a thread of its own.
 
     Nodes that do not answer hold up no others. `every_s`: the pause between two questions to one node. `timeout_s`: for
-    one question. `own`: what this agent says of itself. `heard(node, word)`: takes in an answer. Both are called from
+    one question. `own`: what this agent says of itself. `heard(node, status)`: takes in an answer. Both are called from
     the thread.
     """
 
     def __init__(
         self,
         speaker: Speaker,
-        own: Callable[[], Word],
-        heard: Callable[[str, Word], None],
+        own: Callable[[], PeerStatus],
+        heard: Callable[[str, PeerStatus], None],
         *,
         every_s: float,
         timeout_s: float,
@@ -72,7 +72,7 @@ class Reach:
             found = asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
             self._addresses[host] = str((await asyncio.wait_for(found, self._timeout_s))[0][4][0])
         except (OSError, TimeoutError):
-            pass  # tried again in the next round
+            pass  # asked again after `every_s`
 
     async def _ask(self, address: str, at_once: asyncio.Semaphore) -> None:
         if _host(address) not in self._addresses:

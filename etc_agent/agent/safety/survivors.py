@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
+from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.agent.safety.reach import Reach
-from etc_agent.agent.safety.words import Speaker
-from etc_agent.reconfig.fencing import NEVER, Fencing, Word
+from etc_agent.reconfig.fencing import NEVER, Fencing, PeerStatus
 from etc_agent.reconfig.records import Ack
 
 
@@ -23,7 +23,7 @@ class Survivors:
         self._alive_at = NEVER
         self._fencing = fencing
         self._reach = Reach(
-            Speaker(incarnation, f"newcomer-{uuid.uuid4().hex}"), self._own_word, self._heard,
+            Speaker(incarnation, f"newcomer-{uuid.uuid4().hex}"), self._own_status, self._heard,
             every_s=fencing.ttl_s / 16, timeout_s=fencing.ttl_s / 8,
         )
 
@@ -42,9 +42,9 @@ class Survivors:
         """After how many seconds the workers of that run are gone for certain, if no agent says otherwise."""
         return max(self._began, self._alive_at) + self._fencing.trust_s - time.monotonic()
 
-    def _own_word(self) -> Word:
-        return Word(time.monotonic(), time.monotonic() - self._began)
+    def _own_status(self) -> PeerStatus:
+        return PeerStatus(time.monotonic(), time.monotonic() - self._began)
 
-    def _heard(self, node: str, word: Word) -> None:
-        if word.has_workers:
+    def _heard(self, node: str, status: PeerStatus) -> None:
+        if status.has_workers:
             self._alive_at = time.monotonic()

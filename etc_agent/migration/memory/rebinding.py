@@ -128,7 +128,7 @@ class NewPlaces:
             raise MigrationError(
                 f"worker {self._worker}: new shard of {describe(shard.tensor, shard.box)} lies in memory that the old "
                 f"shard of {describe(found.tensor, found.box)} uses, and would be written to before the change is "
-                "certain; make new tensors anew, do not keep them from one generation for the next"
+                "certain; let build() make its tensors each time, and keep none from one generation for the next"
             )
 
 

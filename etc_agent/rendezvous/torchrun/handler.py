@@ -210,7 +210,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 if self._generation:
                     raise RendezvousClosedError(f"run {self._keys.run_id} has ended on another node")
                 # Torch has RendezvousGracefulExitError for this, but its launcher then fails on the missing result.
-                log.info("run %s has ended; this spare node was not needed", self._keys.run_id)
+                log.info("run %s has ended; this node waited for a place and was not needed", self._keys.run_id)
                 raise SystemExit(0)
             if self._name in view.roster.members and view.roster.generation > waits_after:
                 return view.roster

@@ -144,7 +144,7 @@ def next_roster(view: View, max_nodes: int) -> Roster:
 
 
 def in_rank_order(nodes: Iterable[Node]) -> list[Node]:
-    """Nodes with their ranks settled. One that another has already, or beyond the last, is a wish to be late."""
+    """Nodes in rank order. A `node_rank` that is taken already, or beyond the last rank, puts the node near the end."""
     pool = list(nodes)
     seats: list[Node | None] = [None] * len(pool)
     rest: list[Node] = []

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.reconfig import member
-from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, Word
+from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, PeerStatus
 from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.records import Ack, Failure, FailureKind, NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.surroundings import Surroundings
@@ -46,8 +46,8 @@ class Outside(Protocol):
 
     def reaches_etcd(self, name: str) -> bool: ...
 
-    def ask(self, name: str, other: str, word: Word) -> Word | None:
-        """What the agent of `other` answers `name`, which says `word`; None where it does not answer."""
+    def ask(self, name: str, other: str, status: PeerStatus) -> PeerStatus | None:
+        """What the agent of `other` answers `name`, which says `status`; None where it does not answer."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Agent:
     descriptions: dict[ParallelConfig, Layout | str] = field(default_factory=dict)
     observer: Observer = field(default_factory=Observer)
     lost_up_to: int = 0
-    words: dict[str, Word] = field(default_factory=dict)
+    statuses: dict[str, PeerStatus] = field(default_factory=dict)
     _lease: int = 0
     _lease_until: float = NEVER
     _heard_at: float = NEVER
@@ -183,22 +183,23 @@ class Agent:
         return False
 
     @property
-    def word(self) -> Word:
+    def status(self) -> PeerStatus:
         """What this agent says of itself now."""
         now = self.world.now
-        return Word(now, self.contact.followed_s(now), self.has_workers)
+        return PeerStatus(now, self.contact.followed_s(now), self.has_workers)
 
     def _ask(self, others: Iterable[str]) -> None:
         for other in others:
-            if (word := self.world.ask(self.name, other, self.word)) is not None:
-                self.words[other] = word
+            if (status := self.world.ask(self.name, other, self.status)) is not None:
+                self.statuses[other] = status
 
     def _fence(self, now: float, around: Surroundings) -> float:
         fencing = self.world.fencing
         if fencing.is_in_doubt(now, self._lease_until):
             self._ask(around.others)
         evidence = Evidence(
-            self._lease_until, self._heard_at, frozenset(around.others), around.companions, self.words, self.stepped_at
+            self._lease_until, self._heard_at, frozenset(around.others), around.companions, self.statuses,
+            self.stepped_at,
         )
         return self.world.fencing_rule(evidence, fencing, now)
 
@@ -253,7 +254,8 @@ class Agent:
 
     def view(self) -> View:
         """What this agent would decide from now."""
-        now, alive_at = self.world.now, {name: word.at for name, word in self.words.items() if word.has_workers}
+        now = self.world.now
+        alive_at = {name: status.at for name, status in self.statuses.items() if status.has_workers}
         connected_s = self.contact.followed_s(now)
         return self.observer.view(self.world.policy, self.records, self.descriptions, now, connected_s, alive_at)
 

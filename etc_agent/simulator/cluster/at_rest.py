@@ -157,7 +157,7 @@ class Cluster:
             acted = any([self._act(name) for name in list(self.nodes)])
             if not self.lead() and not acted:
                 return
-        raise AssertionError(f"still busy after {limit} rounds: {self.current}")
+        raise AssertionError(f"still busy after {limit} turns: {self.current}")
 
     def catch_up(self) -> None:
         """Workers that were slow are ready now."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.fencing import Fencing, Word
+from etc_agent.reconfig.fencing import Fencing, PeerStatus
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.records import Outcome
 from etc_agent.reconfig.view import Decision, Policy, View
@@ -73,12 +73,12 @@ class World:
     def reaches_etcd(self, name: str) -> bool:
         return self.etcd.is_up and (name, ETCD) not in self.cut
 
-    def ask(self, name: str, other: str, word: Word) -> Word | None:
+    def ask(self, name: str, other: str, status: PeerStatus) -> PeerStatus | None:
         agent = self.agents.get(other)
         if agent is None or agent.is_frozen or agent.has_left or (name, other) in self.cut:
             return None
-        agent.words[name] = word
-        return agent.word
+        agent.statuses[name] = status
+        return agent.status
 
     def _are_linked(self, nodes: tuple[str, ...]) -> bool:
         """Whether the workers on all of `nodes` can talk to each other."""

@@ -71,14 +71,14 @@ class Change:
         order: Order,
         script: Build,
         settings: Settings,
-        report: Callable[[Message], None],
+        send: Callable[[Message], None],
         retirements: Retirements,
         before: Change | None,
     ) -> None:
         self._order = order
         self._script = script
         self._settings = settings
-        self._report = report
+        self._send = send
         self._retirements = retirements
         self._before = before
         self._changed = threading.Condition()
@@ -222,7 +222,7 @@ class Change:
                 is_wanted = self._end is None
             if is_wanted:
                 _log.info("generation %d is refused: %s", generation, one_line(error), exc_info=True)
-                self._report(Refused(generation, one_line(error), kind_of(error)))
+                self._send(Refused(generation, one_line(error), kind_of(error)))
             return
         answer = Prepared(generation, prepared.plan.digest, prepared.phases_ms)
         with self._changed:
@@ -230,7 +230,7 @@ class Change:
             is_wanted = self._end is None
         del prepared
         if is_wanted:
-            self._report(answer)
+            self._send(answer)
 
     def _free_thread(self) -> None:
         """Cut the connections that the thread may be waiting on, until it has ended."""

@@ -78,7 +78,7 @@ class Conversation:
         """Send Hello, once, before anything else. `step`: the first step that this worker runs."""
         if not self._is_introduced:
             self._is_introduced = True
-            self.report(replace(self._hello, step=step))
+            self.send(replace(self._hello, step=step))
 
     def start(self, step: int = 0) -> None:
         """Introduce this worker, which is ready for changes and questions, and start to receive."""
@@ -101,7 +101,7 @@ class Conversation:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(timeout=1.0)
 
-    def report(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send to the agent. Errors are ignored: if the agent is gone, its guardian ends this process when
         necessary."""
         try:
@@ -111,7 +111,7 @@ class Conversation:
         except MessageTooLargeError as error:
             _log.error("the agent cannot be told: %s", error)
             if isinstance(message, Described) and message.layout is not None:
-                self.report(Described(message.config, None, f"its layout cannot be told: {error}"))
+                self.send(Described(message.config, None, f"its layout cannot be told: {error}"))
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Conversation:
                 self._describes.put(message)
             case WhereAreYou():
                 dump_stacks()
-                self.report(self._whereabouts.position())
+                self.send(self._whereabouts.position())
             case Prepare():
                 self._prepare(message)
             case Armed(generation=generation):
@@ -216,7 +216,7 @@ class Conversation:
             if self._is_closed:
                 return
             before, self._armed = self._change, 0
-            change = Change(order, self._build, self._settings, self.report, self._retirements, before)
+            change = Change(order, self._build, self._settings, self.send, self._retirements, before)
             self._change = change
         if before is not None:
             before.abort()
@@ -247,7 +247,7 @@ class Conversation:
 
     def _describe_all(self) -> None:
         while (request := self._describes.get()) is not None:
-            self.report(self._described(request.config))
+            self.send(self._described(request.config))
 
     def _described(self, config: str) -> Described:
         try:

@@ -79,14 +79,14 @@ class Elastic:
         exclude_from_collection()
         if self._environment.is_joining:
             self._conversation.start()
-            self._signals = LeftToAgent(self._conversation.report)
+            self._signals = LeftToAgent(self._conversation.send)
             self._switch_to(self._conversation.await_armed(self._settings.timeout_s))
             self._conversation.entered()
         else:
             self._start_fresh()
             self._at(Position.BETWEEN)
             self._conversation.start(self._course.step)
-            self._signals = LeftToAgent(self._conversation.report)
+            self._signals = LeftToAgent(self._conversation.send)
 
     def _start_fresh(self) -> None:
         environment = self._environment
@@ -101,7 +101,7 @@ class Elastic:
         stops it and restarts all workers."""
         _log.error("the model refuses the config to start with, and is asked about others: %s", one_line(error))
         self._conversation.start()
-        self._conversation.report(Refused(self._environment.generation, one_line(error), ErrorKind.MODEL))
+        self._conversation.send(Refused(self._environment.generation, one_line(error), ErrorKind.MODEL))
         self._conversation.await_end(self._settings.timeout_s)
 
     def close(self, error: BaseException | None) -> None:
@@ -110,7 +110,7 @@ class Elastic:
             self._signals.close()
         if error is not None and _is_failure(error):
             self._conversation.introduce()
-            self._conversation.report(Raised(one_line(error), kind_of(error)))
+            self._conversation.send(Raised(one_line(error), kind_of(error)))
         self._conversation.close()
         live, self.live = self.live, None
         if live is not None:
@@ -148,9 +148,9 @@ class Elastic:
         self._at(Position.BETWEEN)
         if self._entered is not None:
             stop_ms = (course.ended - self._entered[0].start) * 1e3
-            self._conversation.report(FirstStep(self._in_force(), course.step - 1, stop_ms))
+            self._conversation.send(FirstStep(self._in_force(), course.step - 1, stop_ms))
             self._retire_previous()
-        self._report_progress()
+        self._send_progress()
 
     def _between_steps(self) -> None:
         assert self.live is not None
@@ -169,7 +169,7 @@ class Elastic:
         self.vote(ok=True)
         self._at(Position.BETWEEN)
         self._course.stand_still()
-        self._report_progress()
+        self._send_progress()
 
     # -- a change --------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Elastic:
         self.live, self._course.step = prepared.next, outcome.step
         self._is_held = prepared.generation.is_held
         # Last: after this message the agent may ask for the next change.
-        self._report_switch(prepared, outcome)
+        self._send_switched(prepared, outcome)
         if self.live is None:
             raise SystemExit(0)
         self._entered = outcome, retired
@@ -196,7 +196,7 @@ class Elastic:
         """The vote has failed: the previous generation continues as if no change had been tried."""
         generation = prepared.generation.id
         error = outcome.error or "the migration failed on another worker"
-        self._conversation.report(Refused(generation, error, outcome.kind))
+        self._conversation.send(Refused(generation, error, outcome.kind))
         if self.live is None:
             raise SystemExit(0)
         self._retirements.announce()
@@ -220,19 +220,19 @@ class Elastic:
     def _at(self, phase: str) -> None:
         self._whereabouts.enter(self._in_force(), self._course.step, phase)
 
-    def _report_progress(self) -> None:
+    def _send_progress(self) -> None:
         course = self._course
         if course.ended - self._last_progress < _PROGRESS_INTERVAL_S:
             return
         self._last_progress = course.ended
-        self._conversation.report(
+        self._conversation.send(
             Progress(self._in_force(), course.step, course.num_steps, course.ended - course.began)
         )
 
-    def _report_switch(self, prepared: PreparedGeneration, outcome: Switch) -> None:
+    def _send_switched(self, prepared: PreparedGeneration, outcome: Switch) -> None:
         moved = outcome.report
         assert moved is not None
-        self._conversation.report(
+        self._conversation.send(
             Switched(
                 prepared.generation.id, outcome.step, outcome.phases.ms,
                 moved.sent_bytes, moved.received_bytes, moved.referred_bytes,

@@ -68,14 +68,14 @@ class Retirements:
 
     def _retire(self, retired: Retired) -> None:
         try:
-            _let_go(retired)
+            _free(retired)
         finally:
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()
 
 
-def _let_go(retired: Retired) -> None:
+def _free(retired: Retired) -> None:
     for work in retired.last_sends:
         try:
             work.wait()

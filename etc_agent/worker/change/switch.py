@@ -38,7 +38,7 @@ from etc_agent.worker.change.state import host_values
 from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.change.state.host_values import NO_VALUES, HostValues
 from etc_agent.worker.change.state.rng import start_stream
-from etc_agent.worker.change.state.shard_files import write_shards
+from etc_agent.worker.change.state.shard_dumps import dump_shards
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.world.swap import activate, deactivate, entered
@@ -80,7 +80,7 @@ def switch(prepared: PreparedGeneration, live: LiveGeneration | None, step: int,
     try:
         values = _host_values(prepared, live, attempt, outcome)
         if live is not None:
-            attempt.do("refresh", lambda: _refresh(prepared, live, settings.verify_dir))
+            attempt.do("refresh", lambda: _refresh(prepared, live, settings.dump_dir))
         has_begun = mode.begin(attempt)
         if has_begun:
             outcome.report = attempt.talk(lambda: _migrate(prepared, outcome.phases))
@@ -117,7 +117,7 @@ def _host_values(
     return values
 
 
-def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str | None) -> None:
+def _refresh(prepared: PreparedGeneration, live: LiveGeneration, dump_dir: str | None) -> None:
     """Read the state as the last step left it.
 
     Raises:
@@ -137,10 +137,10 @@ def _refresh(prepared: PreparedGeneration, live: LiveGeneration, verify_dir: str
         sources[shard] = buffer
     if prepared.mode.refresh(sources):
         prepared.holdings.check_same_shards(Holdings.of(live.state))
-    if verify_dir is not None and prepared.crew.old_rank is not None:
+    if dump_dir is not None and prepared.crew.old_rank is not None:
         views = set(held_shards(live.state)) - set(shards_of(live.state))
         state = {shard: tensor for shard, tensor in sources.items() if shard not in views}
-        write_shards(verify_dir, prepared.generation.id, "old", prepared.crew.old_rank, state)
+        dump_shards(dump_dir, prepared.generation.id, "old", prepared.crew.old_rank, state)
 
 
 def _migrate(prepared: PreparedGeneration, phases: Phases) -> MigrationReport:
@@ -171,12 +171,12 @@ def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> 
         set_rng_state(settings.device, targets[prepared.new_stream].cpu())
     else:
         start_stream(settings.seed, prepared.generation.id, following.parallel.rank)
-    if settings.verify_dir is not None:
+    if settings.dump_dir is not None:
         with entered(following.world):
             shards = shards_of(following.state)
         if prepared.new_stream is not None:
             shards[prepared.new_stream] = rng_state(settings.device)
-        write_shards(settings.verify_dir, prepared.generation.id, "new", following.parallel.rank, shards)
+        dump_shards(settings.dump_dir, prepared.generation.id, "new", following.parallel.rank, shards)
 
 
 def _tell(prepared: PreparedGeneration, outcome: Switch) -> None:

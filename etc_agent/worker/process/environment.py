@@ -25,7 +25,7 @@ class WorkerEnvironment:
 
     `slot`: the index of its slot, which is its local rank too unless ``--virtual-local-rank`` gives that as 0.
     `socket`: the agent's control socket, or None under plain torchrun, where the size is fixed. `store`: ``host:port``
-    of the generation's TCPStore, "" where nothing was said (one process by hand). `verify_dir`: where to write this
+    of the generation's TCPStore, "" where nothing was said (one process by hand). `dump_dir`: where to write this
     worker's shards around every migration, or None. `trace_dir`: where to write a trace of every switch, or None.
     `migration`, `budget_mb`: what an administrator says of the mode of migrations in place of the script; None and 0
     where nothing is said.
@@ -41,7 +41,7 @@ class WorkerEnvironment:
     generation: int
     parallel: ParallelConfig | None
     is_joining: bool
-    verify_dir: str | None
+    dump_dir: str | None
     trace_dir: str | None
     migration: str | None
     budget_mb: int
@@ -74,7 +74,7 @@ class WorkerEnvironment:
             generation=_integer(environ, GENERATION_VARIABLE, 1),
             parallel=config,
             is_joining=environ.get(JOINING_VARIABLE, "") == "1",
-            verify_dir=environ.get(VERIFY_VARIABLE) or None,
+            dump_dir=environ.get(VERIFY_VARIABLE) or None,
             trace_dir=environ.get(TRACE_VARIABLE) or None,
             migration=migration,
             budget_mb=_integer(environ, BUDGET_VARIABLE, 0),

@@ -25,7 +25,7 @@ from etc_agent.torch_private.loader_workers import after_signal_handlers
 
 _VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _USUAL = "SIGTERM,SIGHUP,SIGQUIT"
-_SAME_WORD_S = 1.0
+_REPEAT_S = 1.0
 """Signals that come this soon after the first repeat it."""
 _LATE = 0x80
 """Marks a signal's number where the main thread's handler has run: long after the signal, maybe, and known by then."""
@@ -34,17 +34,17 @@ _FOR_PARENT_S = 0.5
 
 
 class LeftToAgent:
-    """From now on, the signals that tell a node to leave are reported, once, and do nothing else. Those are left alone
-    for which the script has a handler of its own, and SIGINT, which is an exception in Python.
+    """From now on, signals that tell a node to leave are sent to the agent, once, and do nothing else. Those are left
+    alone for which the script has a handler of its own, and SIGINT, which is an exception in Python.
 
     Children of this process that are forked, and the workers of its DataLoaders however they are started, go on too
     when this process has got such a signal. Programs that it runs do what they do by themselves.
 
-    `report`: sends a message to the agent. Only in the main thread can handlers be set; elsewhere nothing changes.
+    `send`: sends a message to the agent. Only in the main thread can handlers be set; elsewhere nothing changes.
     """
 
-    def __init__(self, report: Callable[[Message], None]) -> None:
-        self._report, self._pid = report, os.getpid()
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send, self._pid = send, os.getpid()
         self._first_at = float("inf")
         is_possible = threading.current_thread() is threading.main_thread()
         self._numbers = frozenset(filter(_has_no_handler, _named())) if is_possible else frozenset()
@@ -103,8 +103,8 @@ class LeftToAgent:
         if self._first_at == float("inf"):
             self._first_at = now
             self._notice.give()
-            self._report(Signalled(number))
-        elif now - self._first_at >= _SAME_WORD_S and not is_late:
+            self._send(Signalled(number))
+        elif now - self._first_at >= _REPEAT_S and not is_late:
             _die_of(number)
 
 
@@ -149,7 +149,7 @@ class _ChildHandler:
         now = time.monotonic()
         if self._first_at == float("inf") and self._was_for_all(now + _FOR_PARENT_S):
             self._first_at = now
-        elif now - self._first_at >= _SAME_WORD_S or self._first_at == float("inf"):
+        elif now - self._first_at >= _REPEAT_S or self._first_at == float("inf"):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -12,7 +12,7 @@ def install():
     repeated process groups behave as under torchrun.
     """
     try:
-        from etc_agent.worker.process.rounds import install
+        from etc_agent.worker.process.group_numbers import install
     except Exception:
         return
     install()

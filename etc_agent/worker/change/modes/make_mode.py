@@ -52,7 +52,7 @@ def make_mode(
     Raises:
         EtcError: a tensor does not match the plan.
     """
-    timeout_s, verify = settings.switch_timeout_s, settings.verify_dir is not None
+    timeout_s, verify = settings.switch_timeout_s, settings.dump_dir is not None
     if choice.mode == "release":
         releasing = ReleasingMigration(
             plan, worker, sources, group,

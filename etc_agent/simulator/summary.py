@@ -28,7 +28,7 @@ FABRIC_BYTES_PER_S = 450e9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Report:
+class PlanSummary:
     """`kept_bytes`: per current rank. The rest only where the job is small enough to be written out, else None.
 
     `traffic`: bytes from node to node, (nodes, nodes), in the order of the topology. `port_bytes`: name -> (sent,
@@ -86,7 +86,7 @@ class Report:
         }
 
 
-def report(
+def summarise(
     previous: Sharding,
     current: Sharding,
     topology: Topology,
@@ -100,7 +100,7 @@ def report(
     budget_bytes: int | None = None,
     forwarding: bool = False,
     group_size: int | None = None,
-) -> Report:
+) -> PlanSummary:
     """Plan the change from `previous`, placed in node order unless said otherwise, to `current`.
 
     `group_size`: consecutive ranks that share a node where they fit; by default those of a tp group.
@@ -129,14 +129,14 @@ def report(
     inside = max((int(n) - k for n, k in zip(needed, kept, strict=True)), default=0) / FABRIC_BYTES_PER_S
     isolated = policy == "paper" and max(previous.config.dp, current.config.dp) > 1
     if isolated or max(len(where), len(sketch.placement)) > MAX_LISTED:
-        return Report(*basis, max(sketch.bottleneck_s, inside))
+        return PlanSummary(*basis, max(sketch.bottleneck_s, inside))
     slots, old, new = _by_worker(previous, current, where, sketch.placement)
     names = [node.name for node in topology.nodes]
     nodes = [names.index(slot.node) for slot in slots]
     plan = make_plan(old, new, links=Links.on(slots, topology), budget_bytes=budget_bytes, forwarding=forwarding)
     traffic, ports, seconds = _links(plan, slots, nodes, topology)
     mode: Literal["keep", "release"] = memory if budget_bytes is None else "release"
-    return Report(
+    return PlanSummary(
         *basis, max(seconds, inside), traffic, ports, peak_bytes(plan, old, new, mode), _buffer_bytes(plan),
         tuple(slots), len(plan.rounds), sum(map(len, plan.rounds)), plan.digest,
     )

@@ -17,7 +17,7 @@ import torch
 from etc_agent.state.layout import Shard
 
 
-def write_shards(
+def dump_shards(
     directory: str, generation: int, side: str, rank: int, shards: Mapping[Shard, torch.Tensor]
 ) -> None:
     """Write `shards` with their bytes; `side` is ``old`` or ``new``. The file appears whole or not at all."""

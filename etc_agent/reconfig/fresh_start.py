@@ -7,7 +7,7 @@ from dataclasses import replace
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Placement, Topology
 from etc_agent.planner.choose import NoConfigError
-from etc_agent.reconfig.failures import GiveUp, StartAnew, Verdict, below_min, judge, names
+from etc_agent.reconfig.failures import EndJob, FreshStart, Verdict, below_min, judge, names
 from etc_agent.reconfig.given_up import only_of_the_model
 from etc_agent.reconfig.records import Ack, History, Outcome, Phase, Reply, Result
 from etc_agent.reconfig.sizing import is_met, target
@@ -17,7 +17,7 @@ from etc_agent.reconfig.wanted import parse_wanted
 SIGTERM_EXIT_CODE = 143
 
 
-def start_anew(view: View, reason: str) -> Decision:
+def start_fresh(view: View, reason: str) -> Decision:
     """Start every worker afresh on the usable nodes."""
     current = only_of_the_model(view.current)
     view = replace(view, current=current)
@@ -34,7 +34,7 @@ def start_anew(view: View, reason: str) -> Decision:
     generation = Generation(
         current.next_id, config, placement, store, previous=0, reason=reason, roles=roles_of(view, placement)
     )
-    settled = replace(
+    next_current = replace(
         current, committed=generation.id, proposed=0, phase=Phase.IDLE, next_id=generation.id + 1, unreported=False
     )
     started = History(
@@ -45,7 +45,7 @@ def start_anew(view: View, reason: str) -> Decision:
     if current.pending_scale and not is_met(view, parse_wanted(current.wanted), generation):
         waiting = f"waiting for nodes: {reason}"
         reply = Reply(current.wanted, current.pending_scale, Result.PENDING, waiting, generation.id)
-    return Write(settled, generation=generation, reply=reply, history=started)
+    return Write(next_current, generation=generation, reply=reply, history=started)
 
 
 def lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
@@ -56,9 +56,9 @@ def lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decisi
 def carry_out(view: View, verdict: Verdict | None) -> Decision | None:
     """The decision that carries out a verdict."""
     match verdict:
-        case StartAnew(current, reason):
-            return carry_out(view, below_min(view, reason)) or start_anew(replace(view, current=current), reason)
-        case GiveUp(exit_code, why):
+        case FreshStart(current, reason):
+            return carry_out(view, below_min(view, reason)) or start_fresh(replace(view, current=current), reason)
+        case EndJob(exit_code, why):
             return end(view, Outcome.FAILED, exit_code, why)
     return verdict
 

@@ -9,29 +9,29 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from etc_agent.reconfig.fencing import Word
+from etc_agent.reconfig.fencing import PeerStatus
 
 LONGEST_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """`job`: the incarnation of the job; words of another job's agents do not count. `node`: the name of its node."""
+    """`job`: the incarnation of the job; what another job's agents say is ignored. `node`: the name of its node."""
 
     job: str
     node: str
 
-    def encode(self, word: Word) -> bytes:
-        """The line that says `word` of this speaker's node."""
-        said = {"job": self.job, "node": self.node, "followed_s": word.followed_s, "has_workers": word.has_workers}
+    def encode(self, status: PeerStatus) -> bytes:
+        """The line that says `status` of this speaker's node."""
+        said = {"job": self.job, "node": self.node, "followed_s": status.followed_s, "has_workers": status.has_workers}
         return json.dumps(said).encode() + b"\n"
 
-    def decode(self, line: bytes, at: float) -> tuple[str, Word] | None:
-        """The node that spoke, and its word as of `at`; None where it is nothing that a peer of this job says."""
+    def decode(self, line: bytes, at: float) -> tuple[str, PeerStatus] | None:
+        """The node that spoke, and its status as of `at`; None where it is nothing that a peer of this job says."""
         try:
             said = json.loads(line)
             if said["job"] != self.job or said["node"] == self.node:
                 return None
-            return str(said["node"]), Word(at, max(0.0, float(said["followed_s"])), bool(said["has_workers"]))
+            return str(said["node"]), PeerStatus(at, max(0.0, float(said["followed_s"])), bool(said["has_workers"]))
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
