@@ -1,7 +1,7 @@
-"""Whether this `etc-run` may enter the run it names: a running job may be joined, a finished one is replaced.
+"""Whether this `etc-run` may enter the run that it names: it may join a running job, and replaces a finished one.
 
-The run id is the job's name, as under torchrun. Nodes of one job may have other arguments, another interpreter, another
-number of slots and another role; what would break the job where it differs is compared (`job_rules`).
+The run id is the job's name, as under torchrun. Nodes of one job may have different arguments, interpreters, numbers of
+slots and roles; only what would break the job if it differed is compared (`job_rules`).
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ _LOOK_AGAIN_S = 0.2
 
 
 def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
-    """Enter the run: as its first agent, as one more of a running job, or in place of one that is over.
+    """Enter the run: as its first agent, as a further agent of a running job, or in place of a job that is over.
 
-    A run that did not end and has no node may be dead; it may also have just begun, or its agents may have lost etcd
-    for longer than their leases. They are given time to show up, and it is replaced only when its workers are gone.
+    A run that has not ended and shows no node may be dead. It may also have just begun, or its agents may have lost
+    etcd for longer than their leases. So its agents get time to appear, and it is replaced only when its workers are
+    gone.
 
-    Returns the job's incarnation, which tells this run of the job from any later one.
+    Returns the job's incarnation, which distinguishes this run of the job from any later one.
 
     Raises:
-        EtcError: the job that runs under this run id has other rules.
+        EtcError: the job that runs under this run id was started with other rules.
     """
     rules = job_rules(settings)
     with ExitStack() as stack:
@@ -55,7 +56,7 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
                     fencing = Fencing(settings.timeouts.lease_s)
                     survivors = stack.enter_context(Survivors(str(job.json()["incarnation"]), fencing))
                     wait_s = survivors.gone_in_s
-                    logger.info("run id %r has a job without nodes; they are given %.0f s", keys.run_id, wait_s)
+                    logger.info("run id %r has a job without nodes; waiting %.0f s for them", keys.run_id, wait_s)
                 survivors.ask(_acks(found, keys))
                 if survivors.gone_in_s > 0:
                     time.sleep(_LOOK_AGAIN_S)
@@ -70,10 +71,10 @@ def _acks(found: dict[str, KeyValue], keys: JobKeys) -> list[Ack]:
 
 
 def job_rules(settings: JobSettings) -> dict[str, Any]:
-    """What has to be the same on every node, by the name under which a user gave it.
+    """What must be equal on every node, by the name under which the user gives it.
 
-    Any node may come to lead, so the rules of its decisions are the job's. The lease is one of them: the leader gives
-    the slots of a lost node to others once that node must have stopped its workers by its own lease.
+    Any node may become the leader, so the rules of its decisions belong to the job. The lease is one of them: the
+    leader gives a lost node's work to others when, by the node's own lease, it must have stopped its workers.
     """
     model = settings.model
     return {
@@ -110,7 +111,8 @@ def _shown(value: Any) -> str:
 
 
 def _begin(client: EtcdClient, keys: JobKeys, found: dict[str, KeyValue], record: dict[str, Any]) -> bool:
-    """Write the job's first record, once; whether we did. What a dead run left is removed in the same transaction."""
+    """Write the job's first record, once; returns whether this agent wrote it. The same transaction removes the records
+    of a dead run."""
     job = found.get(keys.job)
     conditions = [Compare.mod_revision(keys.job, job.mod_revision if job else 0)]
     if not _has_ended(found, keys):

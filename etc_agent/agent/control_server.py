@@ -19,10 +19,11 @@ _RETRY_S = 0.5
 
 
 class ControlServer:
-    """Accepts workers, and whatever they start, and hands on what they say; anybody else is turned away (`peers`).
+    """Accepts workers and the processes that they start, and passes their messages on; others are rejected (`peers`).
 
-    `on_message(hello, channel, message)` is called from reader threads: `hello` is the connection's first message,
-    which says whose connection it is (and is itself handed on first). The last message is None: the worker has closed.
+    `on_message(hello, channel, message)` is called from reader threads. `hello` is the connection's first message,
+    which identifies the worker, and is itself passed on first. The last message is None: the worker has closed the
+    connection.
     """
 
     def __init__(self, folder: Path, on_message: Callable[[Hello, Channel, Message | None], None]) -> None:
@@ -53,13 +54,13 @@ class ControlServer:
             except OSError as error:
                 if self._is_closed:
                     return
-                logger.error("a worker cannot be heard for the moment: %s", error.strerror)
+                logger.error("the control socket cannot accept a connection, and tries again: %s", error.strerror)
                 time.sleep(_RETRY_S)
                 continue
             channel = Channel(connection)
             peer = channel.peer()
             if (why := objection(peer)) is not None:
-                logger.warning("process %d was turned away from the control socket: %s", peer.pid, why)
+                logger.warning("process %d may not use the control socket and was rejected: %s", peer.pid, why)
                 channel.close()
                 continue
             self._channels.add(channel)
@@ -72,14 +73,14 @@ class ControlServer:
                 try:
                     message = channel.receive()
                 except ValueError as error:
-                    logger.warning("a message on the control socket was left out: %s", error)
+                    logger.warning("a message on the control socket was ignored: %s", error)
                     continue
                 if message is None:
                     break
                 if hello is None and isinstance(message, Hello):
                     hello = message
                 if hello is None:
-                    logger.warning("a message on the control socket was left out: %s came before hello", message.type)
+                    logger.warning("a message on the control socket was ignored: %s came before hello", message.type)
                     continue
                 self._on_message(hello, channel, message)
         finally:

@@ -1,4 +1,4 @@
-"""When an agent without running workers ends, and with which exit code. Pure: facts in, the end out."""
+"""When an agent without running workers ends, and with which exit code. Pure: from facts to the decision."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from etc_agent.reconfig.records import Current, Outcome
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known on one node, none of whose workers runs.
+    """What is known on one node, none of whose workers is running.
 
-    `has_finished`: it had workers, and all of them have run to their end. `failed_with`: the exit code of the one that
-    failed first, 0 where none has. `is_member`: workers are, or are about to be, on this node. `is_alone`: there is no
-    other node. `is_leader`: this one has said how the job ended. `is_told_to_leave`: by a signal, a probe or an
-    administrator; `signals`: the first of these. `is_stopping`: its workers were stopped, and it takes part in nothing
-    more. `unheard_s`: for how long there have been neither workers nor answers from etcd, in seconds; None while etcd
-    answers.
+    `has_finished`: it had workers, and all of them have exited with code 0. `failed_with`: the exit code of the worker
+    that failed first, 0 where none has. `is_member`: this node has workers, or is about to start some. `is_alone`:
+    there is no other node. `is_leader`: this node has recorded how the job ended. `is_told_to_leave`: by a signal, the
+    preemption probe or an administrator; `signals`: the first of these. `is_stopping`: its workers were stopped, and it
+    takes part in nothing more. `unheard_s`: for how many seconds there have been neither workers nor answers from etcd;
+    None while etcd answers.
     """
 
     current: Current
@@ -35,7 +35,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The agent's exit code, and what is said about it. `has_left`: the job goes on, or ends, without this node."""
+    """The agent's exit code and message. `has_left`: the job continues, or ends, without this node."""
 
     exit_code: int
     why: str = ""
@@ -44,7 +44,7 @@ class End:
 
 
 def end_of(facts: Facts, timeouts: Timeouts) -> End | None:
-    """How the agent ends now, or None where it has to go on."""
+    """How the agent ends now; None where it continues."""
     current, signals = facts.current, facts.signals
     if facts.is_stopping:
         return End(0 if facts.has_finished else 128 + signals[-1] if signals else 1)
@@ -60,7 +60,7 @@ def end_of(facts: Facts, timeouts: Timeouts) -> End | None:
 
 
 def _without_etcd(facts: Facts, unheard_s: float, timeouts: Timeouts) -> End | None:
-    """Nobody can tell this node how the job has ended."""
+    """The end of a node that cannot learn from etcd how the job has ended."""
     silence = f"etcd has not answered for {unheard_s:.0f} s"
     if facts.has_finished and (unheard_s >= timeouts.end_s or facts.is_told_to_leave):
         return End(0, f"every worker of this node has finished; {silence} since (timeouts.end_s)", logging.WARNING)

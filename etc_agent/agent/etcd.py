@@ -1,4 +1,4 @@
-"""The one place where settings become a connection to etcd, and what the fence needs to know of it."""
+"""Creates the connection to etcd from the settings, and tells the fence what it needs to know about it."""
 
 from __future__ import annotations
 

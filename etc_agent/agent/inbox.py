@@ -1,4 +1,4 @@
-"""Everything that wakes the agent, in one queue."""
+"""One queue for everything that wakes the agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etc_agent.control.messages import Hello, Message
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """This node is about to be taken away."""
+    """This node is about to be taken away (preemption)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class ForWorkers:
-    """The signal `number` is meant for the workers."""
+    """The signal `number` is to be forwarded to the workers."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A worker's message, or its last: None."""
+    """A message of a worker; None: the worker has closed the connection."""
 
     hello: Hello
     channel: Channel
@@ -38,11 +38,11 @@ class Said:
 
 
 Item = Said | Preempted | Signal | ForWorkers | None
-"""None: something in etcd has changed."""
+"""None: something has changed in etcd."""
 
 
 class Inbox:
-    """Everything that wakes the agent: changes in etcd, words of workers, signals."""
+    """The queue: changes in etcd, messages of workers, signals."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
@@ -60,11 +60,11 @@ class Inbox:
         self._queue.put(ForWorkers(number))
 
     def preempted(self) -> None:
-        """This node is about to be taken away."""
+        """Put: this node is about to be taken away."""
         self._queue.put(Preempted())
 
     def take(self, timeout_s: float) -> list[Item]:
-        """Everything that has come, after waiting up to `timeout_s` for the first."""
+        """Everything in the queue, after waiting up to `timeout_s` for the first item."""
         items: list[Item] = []
         try:
             items.append(self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait())

@@ -1,4 +1,4 @@
-"""The network interface that the workers' gloo groups speak through."""
+"""The network interface that the workers' gloo groups use."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _IPV6_TABLE = Path("/proc/net/if_inet6")
 
 
 def gloo_variables(address: str) -> dict[str, str]:
-    """What a worker's environment needs so that gloo listens at `address`, where other nodes reach this one.
+    """The environment variable with which a worker's gloo listens on `address`, where other nodes reach this one.
 
-    By itself gloo listens where this host's name leads, often a loopback address that nobody else can reach. Empty
-    where that is right, where the user has chosen, and where no interface has the address.
+    By default gloo listens on the address that this host's name resolves to, often a loopback address that other nodes
+    cannot reach. Empty where that address is right, where the user has set the variable, or where no interface has it.
     """
     if _VARIABLE in os.environ:
         return {}
@@ -54,7 +54,7 @@ def _ipv4_interface(address: ipaddress.IPv4Address) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+            except OSError:  # this interface has no address
                 continue
             if answer[20:24] == address.packed:
                 return name

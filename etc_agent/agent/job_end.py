@@ -1,4 +1,4 @@
-"""How a job has ended, as this node saw it: for the shell, for programs, and for torchelastic's error files."""
+"""How a job has ended on this node: for the shell, for Python callers, and for torchelastic's error files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
-    """`exit_code`: for the shell; 0 where the job, or this node's part in it, has ended well. `why`: one line.
+    """`exit_code`: for the shell; 0 where the job, or this node's part in it, has succeeded. `why`: one line.
 
-    `stopped_by`: the signal that ended the job here, if one did. `failures`: of this node's workers, by rank, the one
-    that most likely made the others fail first. `returned`: what the functions of this node's workers have returned, by
-    rank; None for each that runs a program.
+    `stopped_by`: the signal that ended the job here, if any. `failures`: of this node's workers, by rank, the one that
+    most likely caused the others first. `returned`: rank -> the return value of that worker's function, for this node's
+    workers; None for each that runs a program.
     """
 
     exit_code: int

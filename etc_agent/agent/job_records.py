@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecordReader:
-    """Turns snapshots into `JobRecords`. Values that did not change since the last snapshot are not parsed again."""
+    """Turns snapshots into `JobRecords`. Values that have not changed since the last snapshot are not parsed again."""
 
     def __init__(self, keys: JobKeys) -> None:
         self._keys = keys
@@ -26,7 +26,7 @@ class RecordReader:
         self._records = JobRecords()
 
     def read(self, snapshot: Mapping[str, KeyValue]) -> JobRecords:
-        """The records in `snapshot` (key -> value). A value that is not what its key wants is reported and left out."""
+        """The records in `snapshot` (key -> value). A value that cannot be parsed is logged and ignored."""
         if snapshot is not self._snapshot:
             self._snapshot, self._records = snapshot, self._read(snapshot)
         return self._records
@@ -84,7 +84,7 @@ class RecordReader:
             if item.key.startswith(keys.acks_prefix):
                 return Ack.from_json(json.loads(item.value))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            logger.warning("%s holds something that is not ours (%s); it is left out", item.key, error)
+            logger.warning("etcd key %s cannot be read as a record of etc-run and is ignored: %s", item.key, error)
         return None
 
 
@@ -96,5 +96,5 @@ def _seconds(value: bytes) -> float | None:
 
 
 def _is_true(value: bytes) -> bool:
-    """Whether a person who wrote this meant yes: anything but nothing and no."""
+    """Whether a person who wrote this value meant yes: anything but an empty value and the words for no."""
     return value.decode(errors="replace").strip().lower() not in ("", "0", "false", "no")

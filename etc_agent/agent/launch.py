@@ -1,4 +1,4 @@
-"""From settings to exit code: sets up everything one node's agent needs, runs it, and leaves nothing behind."""
+"""From settings to exit code: creates everything that one node's agent needs, runs it, and cleans up."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ _MAX_NAMES = 64
 
 
 def run_job(settings: JobSettings) -> JobEnd:
-    """Run this node's part of the job, and say how it has ended.
+    """Run this node's part of the job, and return how it has ended.
 
     Raises:
-        EtcError: it could not begin, in one line.
+        EtcError: it could not start; the message says why in one line.
     """
     _log_to_stderr()
     handled = heeded(parse_signals(settings.launch_config.signals_to_handle))
@@ -93,7 +93,7 @@ def run_job(settings: JobSettings) -> JobEnd:
 def _assemble(
     settings: JobSettings, program: Program, stack: ExitStack, handled: Signals, forwarded: Signals, events: TorchEvents
 ) -> NodeAgent:
-    """Start everything in order; `stack` undoes it in reverse, whatever happens."""
+    """Create everything in order; `stack` undoes it in reverse order in any case."""
     stack.callback(ignore, handled)
     allow_open_files(settings.num_slots)
     guardian = Guardian()
@@ -135,7 +135,7 @@ def _assemble(
 
 
 def _announce(run_id: str, endpoint: str, keys: JobKeys) -> None:
-    """Where the private etcd is, and a command that reaches it as it stands there."""
+    """Print the address of the private etcd and a command that can be copied to use it."""
     put = shlex.join(["etcdctl", f"--endpoints={endpoint}", "put", keys.scale])
     print(f"etcd: {endpoint} run id: {run_id}", file=sys.stderr)
     print(f"etc-run: to change the number of workers, as this user on this host: {put} 2", file=sys.stderr, flush=True)
@@ -144,7 +144,7 @@ def _announce(run_id: str, endpoint: str, keys: JobKeys) -> None:
 def _register(
     settings: JobSettings, client: EtcdClient, keys: JobKeys, address: str, store_port: int
 ) -> tuple[NodeRecord, Membership]:
-    """Enter the job under a name that no live node has."""
+    """Register under a name that no live node has."""
     wanted = node_name(settings.local_addr or socket.gethostname())
     for number in range(1, _MAX_NAMES + 1):
         name = wanted if number == 1 else f"{wanted}-{number}"
@@ -161,24 +161,24 @@ def _register(
 
 
 def _earlier_generation(snapshot: Snapshot, keys: JobKeys, own: str) -> int:
-    """The newest generation that was there before this node: one of this name in it was another life."""
+    """The newest generation that existed before this agent: a node of this name in it was an earlier instance."""
     joined = snapshot[own].create_revision
     earlier = snapshot.under(keys.generations_prefix).items()
     return max((int(number) for number, entry in earlier if entry.create_revision < joined), default=0)
 
 
 def _log_folder(settings: JobSettings) -> Path | None:
-    """Where the logs of this node's workers go, or None where torchrun would keep none."""
+    """The folder for the logs of this node's workers, or None where torchrun would write none."""
     root = settings.launch_config.logs_specs.root_log_dir
     return None if root == os.devnull else Path(root) / settings.run_id
 
 
 def _log_to_stderr() -> None:
-    """Our own lines, plainly; torch's loggers stay as torch has configured them."""
+    """Log etc-run's own lines to standard error; torch's loggers keep their configuration."""
     logging.getLogger("etc_agent.rendezvous").setLevel(logging.WARNING)
     elastic = "torch.distributed.elastic.multiprocessing"
     for name in (f"{elastic}.api", f"{elastic}.errors", "torch.numa.binding"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # we say it once
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # etc-run logs the same failure once
     root = logging.getLogger("etc_agent")
     if not root.handlers:
         handler = logging.StreamHandler()

@@ -1,4 +1,4 @@
-"""The leader's half of an agent: builds the view, asks `reconfig` what to do, and does it."""
+"""The leader's part of an agent: builds the view, asks `reconfig` for a decision, and carries it out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOOK_AGAIN_S = 1.0
 
 
 class Leadership:
-    """Runs in every agent, so that its times are right when the lead falls to it; acts only while it leads."""
+    """Runs in every agent, so that its times are right when the agent becomes the leader; acts only while it is."""
 
     def __init__(self, node: str, policy: Policy, client: EtcdClient, keys: JobKeys, workers: LocalWorkers) -> None:
         self._node, self._policy = node, policy
@@ -57,8 +57,8 @@ class Leadership:
         self._complaint = ""
 
     def observe(self, records: JobRecords, connected_s: float, alive_at: Mapping[str, float]) -> View:
-        """The view of this moment; `connected_s`, `alive_at`: as `Observer.view` has them. Call it on every
-        change, leader or not."""
+        """The view at this moment; `connected_s` and `alive_at` as in `Observer.view`. Call it on every change, on the
+        leader and on all others."""
         now = time.monotonic()
         self._observer = self._observer.observe(records, now)
         recent = {c: why for c, (why, at) in self._undescribed.items() if now - at < self._policy.retry_s}
@@ -71,15 +71,15 @@ class Leadership:
         return self._observer.may_lead(self._node, records, time.monotonic(), patience_s)
 
     def learn(self, described: messages.Described) -> None:
-        """A worker's answer to a question of ours. Only a layout and the model's own refusal hold for ever."""
+        """Take in a worker's answer to Describe. Only a layout and the model's own refusal are kept for good."""
         try:
             config = ParallelConfig.parse(described.config)
             layout = decode_layout(described.layout) if described.layout is not None else None
         except (ValueError, LookupError, TypeError) as error:
-            logger.error("a worker's answer about %s was left out: %s", described.config, one_line(error))
+            logger.error("a worker's layout of %s is unreadable and ignored: %s", described.config, one_line(error))
             return
         if layout is None and described.kind is not ErrorKind.MODEL:
-            logger.warning("no worker can say the layout of %s: %s", config, described.error)
+            logger.warning("no worker can tell the layout of config %s just now: %s", config, described.error)
             self._undescribed[config] = (described.error, time.monotonic())
             self._asked.pop(config, None)
         else:
@@ -112,11 +112,11 @@ class Leadership:
             self._complain(logging.ERROR, f"no decision can be made, and training goes on as it is: {error}")
             return _ASK_AGAIN_S
         except FencedError as error:
-            logger.info("a decision was not written: %s", error)
+            logger.info("a decision was not written to etcd and is made again: %s", error)
             self._writer = None
         except EtcdError as error:
             if self._attempts.failed(time.monotonic(), error):
-                logger.warning("the leader cannot write to etcd, and decides nothing until it can: %s", error)
+                logger.warning("the leader cannot write to etcd; no decision takes effect until it can: %s", error)
             self._writer = None
         return _LOOK_AGAIN_S
 
@@ -125,13 +125,13 @@ class Leadership:
             logger.info("the leader can write to etcd again")
 
     def _complain(self, level: int, what: str) -> None:
-        """Say it once."""
+        """Log `what`, unless it was the last thing logged."""
         if what and what != self._complaint:
             logger.log(level, what)
         self._complaint = what
 
     def _catch_up(self, records: JobRecords) -> float:
-        """Our mirror is behind our own last write, or somebody else has written `current`."""
+        """The mirror is older than this leader's own last write, or somebody else has written `current`."""
         assert self._writer is not None
         known = self._writer.current
         if known is None or known.mod_revision < records.current_revision:
@@ -215,7 +215,7 @@ def policy_of(settings: JobSettings) -> Policy:
 
 
 def _announce(write: Write, before: Current) -> None:
-    """One line for people about what was decided."""
+    """Log one line for people about a decision."""
     current, generation, history = write.current, write.generation, write.history
     if write.reply is not None and write.reply.result in (Result.REFUSED, Result.PENDING):
         logger.warning("request %r %s: %s", write.reply.request, write.reply.result, write.reply.message)

@@ -51,11 +51,12 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _LEAVER_GRACE_S = 10.0
 _UNDER_WAY_S = 10.0
-"""Spares leave the machine to workers that start for so long, or until they have opened their sessions."""
+"""Seconds for which no warm spares are started after workers were, so that these get the CPU, unless all have opened
+their sessions."""
 
 
 class NodeAgent:
-    """The loop of one node. Everything it owns is given to it started; `run` returns the exit code."""
+    """The loop of one node. Its parts are passed in already started; `run` returns the exit code."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class NodeAgent:
     # ---- what comes in --------------------------------------------------------------------------------------------
 
     def _said(self, hello: Hello, channel: Channel, message: Message | None) -> None:
-        """From the reader threads: the loop may be waiting for etcd."""
+        """Called from the reader threads, since the loop may be waiting for etcd."""
         if isinstance(message, Progress):
             self._fence.saw_step()
         self._inbox.said(hello, channel, message)
@@ -165,12 +166,12 @@ class NodeAgent:
                 if described is not None:
                     self._leadership.learn(described)
             elif isinstance(item, Preempted):
-                logger.info("the preemption probe says that this node is taken away: its state is handed over")
+                logger.info("the preemption probe says that this node will be taken away; handing over its state")
                 grace_s = self._settings.preemption.grace_s if self._settings.preemption else None
                 self._leaving.is_preempted = True
                 self._leave(self._settings.timeouts.drain_s if grace_s is None else grace_s)
             elif isinstance(item, ForWorkers):
-                logger.info("%s is handed on to the workers", signal.Signals(item.number).name)
+                logger.info("forwarding %s to the workers", signal.Signals(item.number).name)
                 self._workers.send_signal(item.number)
             elif isinstance(item, Signal):
                 self._handle_signal(item.number)
@@ -192,12 +193,12 @@ class NodeAgent:
                 self._stop_now()
 
     def _leave(self, limit_s: float) -> None:
-        """Tell the others that this node leaves, in `limit_s` at the latest."""
+        """Tell the other nodes that this node leaves, within `limit_s`."""
         self._leaving.be_gone_by(time.monotonic(), limit_s)
         self._become(replace(self._record, state=NodeState.DRAINING))
 
     def _heed_signals(self, records: JobRecords) -> None:
-        """Where the signal to this node has ended workers too, their state is lost: the others start without it."""
+        """If the signal to this node has ended workers too, their state is lost: the others start without this node."""
         if self._workers.heed_signals(is_leaving=self._is_leaving(records)):
             logger.warning("workers have ended by the signal to this node before their state was handed over")
             self._lost_up_to = records.current.next_id - 1
@@ -208,7 +209,7 @@ class NodeAgent:
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
 
     def _put_fence(self, records: JobRecords, *, has_workers: bool) -> None:
-        if not self._settings.standalone:  # where no other node can ever be
+        if not self._settings.standalone:  # with --standalone there never is another node
             self._fence.observe(Surroundings.of(self._record.name, records, has_workers=has_workers))
 
     def _heed_fence(self, records: JobRecords) -> None:
@@ -225,11 +226,11 @@ class NodeAgent:
                 self._is_cut_off = False
                 self._fence.lift()
         if self._membership.is_name_taken and not self._is_stopping:
-            logger.error("another node has registered as %s meanwhile; stopping", self._record.name)
+            logger.error("another node has registered under the name %s meanwhile; stopping", self._record.name)
             self._stop_now()
 
     def _log_part(self, records: JobRecords) -> None:
-        """One line when this node's part in the job has changed; the leader says what changed in the job."""
+        """Log one line when this node's part in the job has changed; the leader logs changes of the job."""
         committed = records.generations.get(records.current.committed)
         if committed is None or committed.id == self._logged_generation:
             return
@@ -244,7 +245,7 @@ class NodeAgent:
         logger.info("%s is in generation %d: %s", self._record.name, committed.id, what)
 
     def _renew_store(self, records: JobRecords) -> None:
-        """A fresh generation meets at a store that no other has used: the next finds a new one here."""
+        """Open a new store when a fresh generation has used this node's: no other may meet there (`Stores`)."""
         if not is_used(store_of(self._record), records.generations):
             return
         known = (records.generations.get(g) for g in (records.current.committed, records.current.proposed))
@@ -252,18 +253,18 @@ class NodeAgent:
         self._become(replace(self._record, store_port=self._stores.open(in_use)))
 
     def _clear(self, records: JobRecords) -> None:
-        """Tell the others when the workers of an earlier life of the job have ended here: they wait for that."""
+        """Publish when workers from before the last fresh start have ended here: other nodes wait for that."""
         cleared = member.cleared(records.current, records.generations, self._workers.views())
         if cleared != self._record.cleared:
             self._become(replace(self._record, cleared=cleared))
 
     def _become(self, record: NodeRecord) -> None:
-        """Something about this node has changed; `_publish` tells the others."""
+        """Set this node's record; `_publish` writes it to etcd."""
         self._record = record
         self._is_news = True
 
     def _publish(self) -> None:
-        """Bring this node's record in etcd to what it is: at once, and while etcd is away, when it is back."""
+        """Write this node's record to etcd: at once, or, if etcd does not answer, when it does again."""
         if self._record == self._published or not (self._is_news or self._mirror.is_connected):
             return
         if not self._publications.are_due(time.monotonic()):
@@ -274,10 +275,10 @@ class NodeAgent:
             self._publications.succeeded()
         except EtcdError as error:
             if self._publications.failed(time.monotonic(), error):
-                logger.warning("the others hear of what has changed on this node once etcd takes it: %s", error)
+                logger.warning("this node's record could not be written to etcd and will be when it answers: %s", error)
         self._is_news = False
 
-    # ---- what this node owes --------------------------------------------------------------------------------------
+    # ---- starting, stopping and telling workers ---------------------------------------------------------------------
 
     def _act(self, records: JobRecords, view: View) -> None:
         if self._is_stopping:
@@ -289,7 +290,7 @@ class NodeAgent:
         ):
             match action:
                 case member.Start(index, generation, joining):
-                    self._put_fence(records, has_workers=True)  # before there is anything to fence
+                    self._put_fence(records, has_workers=True)  # before the first worker starts
                     process = self._starter.start(index, generation, records.current.restarts, joining=joining)
                     self._workers.add(index, generation.id, process)
                 case member.Stop(index):
@@ -300,8 +301,8 @@ class NodeAgent:
                     self._workers.tell(index, generation_id, message)
 
     def _idle_slots(self, records: JobRecords) -> frozenset[int]:
-        """The slots that should hold a spare: those without a worker, once the workers are under way. A spare in a slot
-        that a new generation uses stays until it is taken: the workers of the one before have to end first."""
+        """The slots that should have a warm spare: those without a worker, once the workers have started. A spare in a
+        slot that a new generation uses stays until it is taken: the workers of the one before have to end first."""
         if self._is_stopping or self._is_leaving(records):
             return frozenset()
         if records.current.outcome is not Outcome.RUNNING or not self._workers.are_under_way(_UNDER_WAY_S):
@@ -328,7 +329,7 @@ class NodeAgent:
                 self._acknowledgements.succeeded()
             except EtcdError as error:
                 if self._acknowledgements.failed(time.monotonic(), error):
-                    logger.warning("an acknowledgement could not be written, and is tried again: %s", error)
+                    logger.warning("an acknowledgement could not be written to etcd and is tried again: %s", error)
 
     # ---- the lead -------------------------------------------------------------------------------------------------
 
@@ -389,7 +390,7 @@ class NodeAgent:
         return end.exit_code
 
     def _has_finished(self, records: JobRecords) -> bool:
-        """Whether this node has workers, and all of them have run to their end."""
+        """Whether this node has workers, and all of them have exited with code 0."""
         name, views = self._record.name, self._workers.views()
         for generation_id in (records.current.committed, records.current.proposed):
             generation = records.generations.get(generation_id)
@@ -403,9 +404,9 @@ class NodeAgent:
         return self._leaving.is_told or self._record.name in records.drains
 
     def _forget_drain(self, records: JobRecords) -> None:
-        """The request is met; a later life of this node is not drained by it."""
+        """Remove the drain request that this node has met, so that it does not apply to a later instance."""
         if self._record.name in records.drains:
             try:
                 self._client.delete(self._keys.drain(self._record.name))
             except EtcdError as error:
-                logger.warning("control/drain/%s is met and could not be removed: %s", self._record.name, error)
+                logger.warning("control/drain/%s is done and could not be removed: %s", self._record.name, error)

@@ -1,4 +1,4 @@
-"""How many files this agent may have open: each worker, connection and etcd itself need some."""
+"""The limit on open files of this agent: each worker, each connection and a private etcd need some."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import resource
 from etc_agent.errors import EtcError
 
 _OF_AGENT = 192
-"""The agent's own and those of a private etcd, which wants 150 beside its connections."""
+"""Open files of the agent itself and of a private etcd, which uses 150 beside its connections."""
 _OF_WORKER = 16
 _MOST = 65536
-"""More helps nobody, and programs that close all possible files when they start take long where there are a billion."""
+"""Upper bound: nothing needs more, and programs that close every possible descriptor at start become slow."""
 
 
 def allow_open_files(num_slots: int) -> None:
-    """Raise the limit of this process and its children as far as the user may; Python and Go programs rely on that.
+    """Raise the limit of this process and its children as far as the user may.
 
     Raises:
-        EtcError: that is too few for `num_slots` workers.
+        EtcError: even that is too low for `num_slots` workers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)

@@ -1,4 +1,4 @@
-"""Who is at the other end of the control socket: only this user's processes that this agent has started may command."""
+"""Who may use the control socket: processes of this user that this agent has started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from etc_agent.control.channel import Credentials
 
 
 def objection(peer: Credentials) -> str | None:
-    """Why this peer may not speak; None where it may."""
+    """Why this peer may not use it; None where it may."""
     if peer.uid != os.getuid():
         return f"it runs as user {peer.uid}, this job as user {os.getuid()}"
     if _is_descendant(peer.pid) or _is_descendant(_group_of(peer.pid)):
@@ -18,8 +18,8 @@ def objection(peer: Credentials) -> str | None:
 
 
 def _is_descendant(pid: int) -> bool:
-    """Whether this process has started `pid`, or a process that has. One whose parent has ended is only found by its
-    group, whose first process is a worker."""
+    """Whether `pid` descends from this process. A process whose parent has ended is recognised by its process group,
+    whose leader is a worker."""
     agent = os.getpid()
     while pid > 1 and pid != agent:
         pid = _parent_of(pid)
@@ -27,7 +27,7 @@ def _is_descendant(pid: int) -> bool:
 
 
 def _parent_of(pid: int) -> int:
-    """0 where there is no such process."""
+    """The parent's pid; 0 where there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError, ValueError):

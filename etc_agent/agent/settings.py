@@ -1,6 +1,6 @@
-"""What one `etc-run` was asked to do: command line, environment and job file already merged and checked.
+"""The settings of one `etc-run`: command line, environment and job file, already merged and checked.
 
-`launcher.job` and `launcher.run` build a `JobSettings`; the agent only reads it.
+`launcher.job` and `launcher.merge` build a `JobSettings`; the agent only reads it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from etc_agent.parallel.config import ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class EtcdSettings:
-    """Where etcd is and who we are to it.
+    """Where etcd is, and the credentials to use.
 
     `endpoints`: ``host:port`` or ``https://host:port``, tried in turn; empty only with ``--standalone``, where the
-    agent starts a private etcd. `prefix`: all keys lie under ``<prefix>/<run_id>/``. `ca_file`, `cert_file`,
-    `key_file`: PEM files; `ca_file` alone turns TLS on. `password` is kept out of the repr, hence out of logs.
+    agent starts a private etcd. `prefix`: all keys are under ``<prefix>/<run_id>/``. `ca_file`, `cert_file`,
+    `key_file`: PEM files; `ca_file` alone enables TLS. `password` is left out of the repr, and so out of logs.
     """
 
     endpoints: tuple[str, ...] = ()
@@ -34,16 +34,16 @@ class EtcdSettings:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long each wait may take, in seconds.
+    """The longest duration of each wait, in seconds.
 
-    `lease_s`: a silent node is taken for lost after this. `settle_s`: after a membership change, wait this long for
-    more of them. `join_s`: for the smallest number of nodes to be present, at start or after a loss. `start_s`: for a
-    new worker process to say hello. `prepare_s`: for all workers to have a generation prepared. `switch_s`: from
-    *armed* to the last worker's report. `drain_s`: for a draining node to hand over its state when no deadline is
-    given. `hang_s`: a node on which no step ends for so long hangs; 0: none does. `shutdown_grace_s`: between SIGTERM
-    and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included. `end_s`: for etcd to answer once all
-    workers of this node have finished; then the node ends by itself. `retry_s`: after a change went
-    wrong for a reason that may pass, until it is tried again; twice as long after each further time.
+    `lease_s`: a silent node is considered lost after this. `settle_s`: how long the set of nodes must be unchanged
+    before nodes that joined are used. `join_s`: until the minimum number of nodes is present, at the start or after a
+    loss. `start_s`: until a new worker process has sent Hello. `prepare_s`: until all workers have prepared a proposed
+    generation. `switch_s`: from *armed* until the last worker has switched. `drain_s`: until a draining node has handed
+    over its state, where no deadline is given. `hang_s`: a node on which no step completes for this long is hung; 0:
+    never. `shutdown_grace_s`: between SIGTERM and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included.
+    `end_s`: until etcd answers after all workers of this node have finished; then the node ends by itself. `retry_s`:
+    before a change is tried again that failed for a reason that may pass; doubled at each further failure.
     """
 
     lease_s: float = 10.0
@@ -62,7 +62,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class UserCommand:
-    """A program of the user's and its arguments, which may run for `timeout_s` seconds."""
+    """A user's program and its arguments, which may run for `timeout_s` seconds."""
 
     words: tuple[str, ...]
     timeout_s: float
@@ -70,8 +70,8 @@ class UserCommand:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """How this node learns that it is about to be taken away: `probe` is run every `every_s` seconds, and exits 0 once
-    it is so. `grace_s`: how long the node then has to hand over its state; None for ``timeouts.drain_s``."""
+    """How this node learns that it is about to be taken away: `probe` is run every `every_s` seconds and exits with 0
+    once that is so. `grace_s`: seconds to hand over the node's state; None for ``timeouts.drain_s``."""
 
     probe: UserCommand
     every_s: float = 5.0
@@ -80,14 +80,14 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The sizes of the model that bound its parallel configs. None: not told, not checked."""
+    """Sizes of the model that limit its parallel configs. None: not given, not checked."""
 
     layers: int | None = None
     heads: int | None = None
     hidden: int | None = None
 
     def refusal(self, config: ParallelConfig) -> str | None:
-        """Why the model cannot be run under `config`, in one line; None where nothing speaks against it."""
+        """Why the model cannot run under `config`, in one line; None where these sizes allow it."""
         if self.layers is not None and config.pp > self.layers:
             return f"{self.layers} layers cannot fill pp={config.pp} stages; choose pp up to {self.layers}"
         for name, size in (("heads", self.heads), ("hidden units", self.hidden)):
@@ -103,7 +103,7 @@ def _divisors(number: int, show: int = 8) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """One job, as seen from one node. Other nodes may have other arguments, slots and roles.
+    """The settings of one job on one node. Other nodes may have other arguments, slots and roles.
 
     `entrypoint`, `args`: as torchrun's `config_from_args` yields them; `entrypoint` is an executable, or a function
     under ``--run-path`` and `launcher.elastic_launch`. `launch_config` is torchrun's `LaunchConfig` of the same
@@ -111,10 +111,10 @@ class JobSettings:
     imports no torch. `num_slots`: workers on this node. `standalone`: this node is the whole job and starts its
     own etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
     may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
-    `node_rank`: only where the user gave one. `alike_failures`: so many failures alike before the first step end
-    the job, 0 for never. `warm_spares`: whether idle slots hold processes that are ready to begin. `preflight`:
-    must pass before this node joins. `forward_signals`: those that are handed on
-    to the workers. `env`: added to every worker's environment.
+    `node_rank`: only where the user gave one. `alike_failures`: this many equal failures before the first step end the
+    job; 0: never. `warm_spares`: whether idle slots get warm spares. `preflight`: a command that must succeed before
+    this node joins. `forward_signals`: signals that are forwarded to the workers. `env`: added to every worker's
+    environment.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -144,11 +144,11 @@ class JobSettings:
     env: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, config: ParallelConfig) -> str | None:
-        """Why this job can never run under `config`, whatever nodes come; None where it may."""
+        """Why this job can never run under `config`, with any nodes; None where it may."""
         return config_refusal(config, allowed=self.allowed, model=self.model, global_batch=self.global_batch)
 
     def refusal_here(self, config: ParallelConfig) -> str | None:
-        """The same, where this node is the whole job: how many slots other nodes have is not known yet."""
+        """The same for this node alone as the whole job: the slots of other nodes are not known yet."""
         if self.max_nodes == 1 and config.num_ranks > self.num_slots:
             return f"{config} needs {config.num_ranks} workers, the job admits {self.num_slots} (on its one node)"
         return self.refusal(config)

@@ -1,7 +1,8 @@
 """This node's TCPStores, at which the workers of a generation meet.
 
-``env://`` keeps its keys at the top of the store and never removes them, and a group that finds the addresses of
-processes that are gone waits for them in vain. So each fresh generation meets at a store that none before it has used.
+``env://`` keeps its keys at the top level of the store and never removes them, and a process group that finds addresses
+of processes that have ended waits for them in vain. So each fresh generation meets at a store that was never used
+before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from etc_agent.torch_store import serve_store
 
 _TIMEOUT_S = 60.0
 _NUM_KEPT = 3
-"""Workers that are being stopped may still speak to the store of their generation."""
+"""Old stores that stay open: workers that are being stopped may still use the store of their generation."""
 
 
 class Stores:
@@ -27,7 +28,7 @@ class Stores:
 
     @property
     def port(self) -> int:
-        """The newest store's."""
+        """The port of the newest store."""
         return next(reversed(self._stores))
 
     def open(self, in_use: Iterable[int] = ()) -> int:

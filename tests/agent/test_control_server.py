@@ -73,7 +73,8 @@ def test_a_process_of_the_same_user_that_nobody_of_this_job_started_is_not() -> 
         channel.close()
         agent.stdin.close()
         (said,) = agent.stdout.read().splitlines()
-    assert said.startswith(f"process {os.getpid()} was turned away from the control socket: it is no worker of this")
+    expected = f"process {os.getpid()} may not use the control socket and was rejected: it is no worker of this"
+    assert said.startswith(expected)
     (folder / "control.sock").unlink()
     folder.rmdir()
 

@@ -189,7 +189,7 @@ def test_a_forwarded_signal_reaches_workers_with_a_handler_and_ends_none(
     wait_until(taken.exists, "the handler's call")
     workers.poll()
     assert (with_handler.exit_code, without.exit_code) == (None, None)
-    assert "worker node/1 has no handler for SIGUSR1" in caplog.text
+    assert "SIGUSR1 is not forwarded to worker node/1: it has no handler" in caplog.text
 
 
 # ---- a container's first process -----------------------------------------------------------------------------------

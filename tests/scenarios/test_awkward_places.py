@@ -71,7 +71,7 @@ def test_a_full_log_folder_is_named_when_a_worker_fails_over_it(tmp_path: Path, 
     arguments = ("--standalone", "--rdzv-id", "job", "-r", "3", "--log-dir", logs, written(tmp_path, CHATTER))
     job = cleanup(EtcRun(*arguments, cwd=tmp_path, prefix=prefix))
     assert job.wait() == 1
-    assert f"etc-run: no room is left in {logs}/job/generation_1" in job.output
+    assert f"etc-run: no space left for a worker's output in {logs}/job/generation_1" in job.output
 
 
 def test_a_temporary_folder_without_room_for_etcd_is_one_line(tmp_path: Path, cleanup: Cleanup) -> None:

@@ -1,4 +1,4 @@
-"""The environment of a worker: all that torchrun sets, and how to reach the agent."""
+"""The environment of a worker: everything that torchrun sets, and how to reach the agent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def worker_environment(
     joining: bool,
     extra: Mapping[str, str],
 ) -> dict[str, str]:
-    """What the worker in `slot` finds in its environment. `launch_config`: torchrun's LaunchConfig.
+    """The environment variables of the worker in `slot`. `launch_config`: torchrun's LaunchConfig.
 
     `restart_count`: how often failures have restarted the job; changes of membership do not count, as under torchrun.
 

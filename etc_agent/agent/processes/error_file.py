@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def read(file: str) -> Raised | None:
-    """What a worker's error file says; None where there is none, or something else than torch writes."""
+    """The contents of a worker's error file; None where there is none, or where it is not in torch's format."""
     try:
         message = json.loads(Path(file).read_text(errors="replace"))["message"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -28,8 +28,8 @@ def read(file: str) -> Raised | None:
 
 
 def set_aside(file: str) -> None:
-    """Keep an error file that torch cannot read under another name, beside its place."""
+    """Rename an error file that torch cannot read; it stays in the same folder."""
     path = Path(file)
     if path.is_file():
         kept = path.rename(path.with_name(f"{path.name}.unreadable"))
-        logger.warning("a worker's error file is not as torch writes it, and kept as %s", kept)
+        logger.warning("a worker's error file is not in the format of torch's @record; it was renamed to %s", kept)

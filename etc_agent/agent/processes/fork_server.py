@@ -1,8 +1,8 @@
-"""Forks workers from a process that is as the agent was before it spoke to etcd.
+"""Forks workers from a copy of the agent that was made before it connected to etcd.
 
-The client of etcd has threads, and locks that they may hold at any time: a fork beside it can hang. So the agent
-forks once, early, and that process forks the workers on demand. Other than multiprocessing's fork server it is a copy
-of the program that started the job, with everything that a forked worker finds in its memory.
+The etcd client has threads, and locks that these may hold at any time, so a fork of the agent itself can hang.
+Therefore the agent forks once, early, and that process forks the workers on demand. Unlike multiprocessing's fork
+server it is a copy of the program that started the job, with everything that a forked worker expects in its memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from etc_agent.errors import EtcError
 
 _ANSWER_S = 60.0
-"""How long one fork may take: a program with much memory has large page tables."""
+"""Seconds that one fork may take: a process with much memory has large page tables to copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._exit_codes: dict[int, int] = {}
         self._is_gone = False
-        sys.stdout.flush()  # or what is in their buffers is written once more by each process
+        sys.stdout.flush()  # otherwise each forked process would write the buffered text again
         sys.stderr.flush()
         self._pid = os.fork()
         if self._pid == 0:
@@ -70,7 +70,7 @@ class ForkServer:
         raise EtcError(f"the process that forks the workers has not answered for {_ANSWER_S:g} s")
 
     def exit_code(self, pid: int) -> int | None:
-        """Of a process that was forked here, once it has ended. One whose server is gone is killed."""
+        """The exit code of a forked process once it has ended. If the server is gone, the process is killed."""
         with self._lock:
             try:
                 while not self._is_gone and self._connection.poll():
@@ -83,15 +83,15 @@ class ForkServer:
             return self._exit_codes.get(pid)
 
     def close(self) -> None:
-        """End the server, and not the processes that it has forked."""
+        """End the server, but not the processes that it has forked."""
         self._connection.close()
         try:
             os.waitpid(self._pid, 0)
-        except ChildProcessError:  # something else in this program waits for any child
+        except ChildProcessError:  # other code in this program has already waited for it
             pass
 
     def _take(self) -> int | None:
-        """The pid of a process that was started; what the server says of one that has ended is noted."""
+        """The pid of a process that was started; notices about processes that ended are recorded."""
         pid, exit_code = self._connection.recv()
         if exit_code is None:
             return int(pid)
@@ -100,7 +100,7 @@ class ForkServer:
 
 
 def _kill(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # it may not have a group of its own yet
+    for kill in (os.killpg, os.kill):  # the process may not lead a group of its own yet
         try:
             kill(pid, signal.SIGKILL)
             return
@@ -109,10 +109,10 @@ def _kill(pid: int) -> None:
 
 
 def _serve(connection: Connection, run: Callable[[Any], None]) -> None:
-    """The server's process: fork on demand, report ends, until the agent is gone.
+    """The server process: fork on demand and report exits, until the agent is gone.
 
-    It has a session of its own and lets every signal wait, since the agent decides what ends when. Signals that come to
-    a forked process before it is ready wait, too, and are then handled as in the program that started the job.
+    It leads a session of its own and blocks every signal, since the agent decides what ends when. Signals that reach a
+    forked process before it is ready stay pending, and are then handled as in the program that started the job.
     """
     os.setsid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

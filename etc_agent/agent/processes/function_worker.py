@@ -1,7 +1,7 @@
-"""Runs a function as a worker, in a process that multiprocessing has made for it. Imports little: each worker does.
+"""Runs a function as a worker, in a process made by multiprocessing. Has few imports, since every worker loads it.
 
-A script gets a session (`setsid`) of its own from torchelastic, a function gets none. The agent and its guardian end a
-worker by its process group, so a process that runs a function first makes itself the leader of one.
+torchelastic starts each script in a session (`setsid`) of its own, but not functions. The agent and its guardian end a
+worker through its process group, so a process that runs a function first becomes the leader of one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one worker runs. `environment`: all of its variables. `stdout`, `stderr`: files for its output, "" for the
-    agent's own. `result_file`: what the function has returned, pickled, once it has."""
+    """The context of one worker. `environment`: all of its variables. `stdout`, `stderr`: files for its output, "" for
+    the agent's own output. `result_file`: where the function's pickled return value is written."""
 
     slot: int
     environment: Mapping[str, str]
@@ -29,13 +29,13 @@ class Place:
 
 
 def run_spawned(function: Callable[..., Any], args: tuple[Any, ...], numa_options: Any, place: Place) -> None:
-    """`run_function`, in a process that leads no process group yet."""
+    """`run_function` in a process that does not lead a process group yet."""
     os.setsid()
     run_function(function, args, numa_options, place)
 
 
 def run_function(function: Callable[..., Any], args: tuple[Any, ...], numa_options: Any, place: Place) -> None:
-    """In the worker's process: call `function` as torchelastic does, and keep what it returns."""
+    """In the worker's process: call `function` as torchelastic does, and store what it returns."""
     os.environ.update(place.environment)
     for descriptor, file in ((1, place.stdout), (2, place.stderr)):
         if file:
@@ -54,11 +54,11 @@ def run_function(function: Callable[..., Any], args: tuple[Any, ...], numa_optio
 
 
 def _redirect(descriptor: int, file: str) -> None:
-    """Have everything that this process writes to `descriptor` go to `file`, of whatever library it comes."""
+    """Send everything that this process writes to `descriptor`, by any library, to `file`."""
     stream = sys.stdout if descriptor == 1 else sys.stderr
     stream.flush()
     opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(opened, descriptor)
     os.close(opened)
-    if isinstance(stream, io.TextIOWrapper):  # not where a notebook has put something else in its place
+    if isinstance(stream, io.TextIOWrapper):  # not where a notebook has replaced the stream
         stream.reconfigure(line_buffering=True)

@@ -1,8 +1,8 @@
 """Workers that run a function: under ``--run-path``, and from `launcher.elastic_launch`.
 
-torchelastic's own context for functions is not used: its processes lead no process group, so they and what they start
-cannot be ended reliably; it waits without a time limit for a process that has returned; and where the start method is
-fork it copies the agent, whose etcd client has threads and locks that do not survive that.
+torchelastic's own context for functions is not used, for three reasons: its processes lead no process group, so they
+and their children cannot be ended reliably; it waits without limit for a process that has returned; and with start
+method fork it copies the agent, whose etcd client has threads and locks that do not survive a fork.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from etc_agent.errors import EtcError
 logger = logging.getLogger(__name__)
 
 _SERVER_GONE = 255
-"""What multiprocessing says of a process whose fork server is gone."""
+"""The exit code that multiprocessing gives for a process whose fork server is gone."""
 Call = tuple[Callable[..., Any], tuple[Any, ...], Any]
 """A function, its arguments, and how its process is bound to CPUs (torch's NumaOptions, or None)."""
 
 
 class FunctionProcess(Protocol):
-    """A process that runs a function. `poll`: its exit code once it has ended, negative for a signal; never waits."""
+    """A process that runs a function. `poll`: its exit code once it has ended (negative for a signal); never blocks."""
 
     @property
     def pid(self) -> int: ...
@@ -48,7 +48,7 @@ class FunctionProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of the user's. `launch_config`: torchrun's LaunchConfig. `start_process`: starts one process of it."""
+    """A user's function. `launch_config`: torchrun's LaunchConfig. `start_process`: starts one process of it."""
 
     launch_config: Any
     start_process: Callable[[Place], FunctionProcess]
@@ -61,9 +61,9 @@ class Function:
 
 @contextmanager
 def worker_program(settings: JobSettings) -> Iterator[Program]:
-    """What this job's workers run.
+    """The program that this job's workers run.
 
-    Enter this before the process connects to etcd or changes its signal handlers: where the start method is fork,
+    Enter this context before the process connects to etcd or changes its signal handlers: with start method fork,
     workers are copies of the process as it is now.
     """
     config, function, args = settings.launch_config, settings.entrypoint, tuple(settings.args)
@@ -84,8 +84,9 @@ def worker_program(settings: JobSettings) -> Iterator[Program]:
 class _Started:
     """A process that was spawned, or forked by multiprocessing's own server.
 
-    That server does not ignore the signals that a scheduler sends to all processes of a job. multiprocessing then takes
-    what it has forked for ended, with exit code 255, although the workers may be handing over their state.
+    That server does not ignore the signals that a scheduler sends to all processes of a job. When it dies of one,
+    multiprocessing considers its processes ended with exit code 255, although they may still be handing over their
+    state.
     """
 
     def __init__(self, method: str, call: Call, place: Place) -> None:
@@ -127,7 +128,7 @@ class _FunctionContext(PContext):
         role = function.launch_config.role
         super().__init__(role, function.start_process, {0: ()}, {0: environment}, logs)
         self._function, self._slot = function, slot
-        # The folder of the control socket is the agent's own, and goes with it.
+        # The folder of the control socket is private to the agent and is removed with it.
         self._result_file = Path(environment[SOCKET_VARIABLE]).parent / f"returned-{uuid.uuid4().hex}"
         self._process: FunctionProcess | None = None
 
@@ -152,13 +153,13 @@ class _FunctionContext(PContext):
         return RunProcsResult(return_values={0: self._returned()}, stdouts=self.stdouts, stderrs=self.stderrs)
 
     def _returned(self) -> Any:
-        """What the function has returned; None where the process ended with 0 before it did, by `os._exit` say."""
+        """The return value of the function; None where the process exited with 0 earlier, for example by `os._exit`."""
         try:
             return pickle.loads(self._result_file.read_bytes())
         except FileNotFoundError:
             return None
         except Exception as error:  # unpickling runs code of the user's classes
-            logger.warning("what the function of a worker has returned cannot be read here, and is None: %s", error)
+            logger.warning("a worker's return value cannot be unpickled here, so it is None: %s", error)
             return None
         finally:
             self._result_file.unlink(missing_ok=True)

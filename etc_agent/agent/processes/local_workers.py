@@ -40,18 +40,19 @@ from etc_agent.reconfig.records import Failure, first_cause
 logger = logging.getLogger(__name__)
 
 _LAST_MESSAGES_S = 2.0
-"""How long an ended worker's last messages are waited for."""
+"""Seconds to wait for the last messages of a worker that has ended."""
 _FOR_ALL_S = 2.0
-"""A signal to leave that a worker has got is taken to be for the whole node if the agent gets one within this time."""
+"""A signal to leave that reaches a worker counts for the whole node if the agent gets one too within this many
+seconds."""
 
 
 @dataclass(slots=True)
 class LocalWorker:
-    """One worker: its process and the state of the conversation with it.
+    """One worker: its process, and the state of the communication with it.
 
-    `life_at`: when it last said something that shows its main thread at work, in time.monotonic() seconds; 0 for one
-    that never did. `hang`: what is known of it if it hangs. `fell_at`: when a signal to leave that we did not send has
-    ended it; `left_to_us`: such a signal that its session has left to us, and when.
+    `life_at`: when it last sent a message that shows progress of its main thread, in time.monotonic() seconds; 0:
+    never. `hang`: what is known about it if it hangs. `fell_at`: when it was ended by a signal to leave that this agent
+    did not send. `left_to_us`: such a signal that its session passed to this agent, and when.
     """
 
     slot: Slot
@@ -76,8 +77,8 @@ class LocalWorker:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, once the process has ended, everything that it said has been read, and it is clear whether the
-        signal that ended it was for the whole node."""
+        """The exit code, once the process has ended, all its messages have been read, and it is clear whether the
+        signal that ended it was meant for the whole node."""
         if time.monotonic() - self.fell_at < _FOR_ALL_S:
             return None
         if self.process.exit_code is None or self.channel is None or self.is_closed:
@@ -90,14 +91,14 @@ class LocalWorker:
         return self.process.failure(str(self.slot))
 
     def send(self, message: Message) -> None:
-        """Send, if it listens; one that is gone shows by other means."""
+        """Send if the worker is connected. That a worker is gone is noticed elsewhere."""
         if self.channel is not None:
             try:
                 self.channel.send(message)
             except OSError:
                 logger.debug("worker %s is gone; %s was not delivered", self.slot, message.type)
             except MessageTooLargeError as error:
-                logger.error("worker %s cannot be told: %s", self.slot, error)
+                logger.error("a message to worker %s could not be sent: %s", self.slot, error)
 
     def view(self) -> WorkerView:
         return WorkerView(
@@ -120,8 +121,8 @@ class LocalWorker:
 class LocalWorkers:
     """All workers of the node by slot index. Used from the agent's main thread only.
 
-    `leave_signals`: those that tell this node to leave. `stop_signal`: what a worker that has to end gets first; a
-    signal that told this node to leave is passed on.
+    `leave_signals`: the signals that tell this node to leave. `stop_signal`: the first signal for a worker that has to
+    end; a signal that told this node to leave is passed on.
     """
 
     def __init__(self, node: str, guardian: Guardian, leave_signals: Collection[int] = ()) -> None:
@@ -138,12 +139,12 @@ class LocalWorkers:
         return {index: worker.view() for index, worker in self._workers.items()}
 
     def add(self, index: int, started_for: int, process: WorkerProcess) -> None:
-        """A process was started in slot `index`; the one that was there before has ended."""
+        """Register a process that was started in slot `index`; the previous one there has ended."""
         self._guardian.watch_group(process.pid)
         self._workers[index] = LocalWorker(Slot(self._node, index), started_for, process, time.monotonic())
 
     def poll(self) -> None:
-        """Look for ended processes."""
+        """Check which processes have ended."""
         for worker in self._workers.values():
             if worker.process.exit_code is None and worker.process.poll() is not None:
                 worker.ended_at = time.monotonic()
@@ -153,11 +154,12 @@ class LocalWorkers:
                     worker.fell_at = worker.ended_at
 
     def heed_signals(self, *, is_leaving: bool) -> bool:
-        """See to the signals to leave that workers have got and we have not sent: a scheduler signals all processes of
-        a job at once. `is_leaving`: whether this node was told to leave. Whether its workers are lost by that.
+        """Handle signals to leave that workers received and this agent has not sent: a scheduler signals all processes
+        of a job at once. `is_leaving`: whether this node was told to leave. Returns whether its workers are lost by
+        that.
 
-        What a session has left to us is answered by the leave, or by ending the worker: at once where it was our own
-        way of stopping it, else by the signal once more.
+        A signal that a session has passed to this agent is answered by leaving, or by ending the worker: at once where
+        it is the agent's own stop signal, otherwise by sending the worker that signal again.
         """
         now, has_fallen = time.monotonic(), False
         for worker in self._workers.values():
@@ -176,7 +178,7 @@ class LocalWorkers:
         return has_fallen
 
     def send_signal(self, number: int) -> None:
-        """Send `number` to every worker that has a handler for it; it would end the others."""
+        """Send `number` to every worker that has a handler for it; the others would be ended by it."""
         for worker in self._workers.values():
             if worker.process.exit_code is not None:
                 continue
@@ -184,7 +186,7 @@ class LocalWorkers:
                 worker.process.send_signal(number)
             else:
                 name = signal.Signals(number).name
-                logger.warning("worker %s has no handler for %s, which would end it; it is left out", worker.slot, name)
+                logger.warning("%s is not forwarded to worker %s: it has no handler and would end", name, worker.slot)
 
     def stop(self, index: int, grace_s: float, *, after_s: float = 0.0) -> None:
         worker = self._workers[index]
@@ -196,8 +198,8 @@ class LocalWorkers:
                 worker.process.stop(grace_s, number=self.stop_signal)
 
     def failures(self, generation: Generation | None) -> dict[int, ProcessFailure]:
-        """torchelastic's account of each worker that has failed, by its rank in `generation`. The one that most likely
-        made the others fail comes first."""
+        """torchelastic's failure record of each failed worker, by its rank in `generation`; the one that most likely
+        caused the others first."""
         failed = {failure: worker for worker in self._workers.values() if (failure := worker.view().failure)}
         cause = first_cause(failed)
         found = {}
@@ -208,18 +210,18 @@ class LocalWorkers:
         return found
 
     def returned(self, generation: Generation | None) -> dict[int, Any]:
-        """What each worker that has ended well has returned, by its rank in `generation`."""
+        """The return value of each worker that has exited with code 0, by its rank in `generation`."""
         ended = [worker for worker in self._workers.values() if worker.process.exit_code == 0]
         return {_rank_of(worker, generation): worker.process.returned for worker in ended}
 
     @property
     def exit_code(self) -> int:
-        """That of the worker that most likely made the others fail; 0 where none has failed."""
+        """The exit code of the worker that most likely caused the other failures; 0 where none has failed."""
         cause = first_cause(failure for worker in self._workers.values() if (failure := worker.view().failure))
         return cause.exit_code if cause else 0
 
     def were_stopped(self, indices: Collection[int]) -> bool:
-        """Whether we made the last worker in one of these slots end."""
+        """Whether this agent ended the last worker in one of these slots."""
         return any(worker.process.is_stopping for index, worker in self._workers.items() if index in indices)
 
     @property
@@ -235,13 +237,13 @@ class LocalWorkers:
         )
 
     def tell(self, index: int, generation: int, message: Message) -> None:
-        """Send `message` once."""
+        """Send `message` to a worker, unless it was sent before."""
         worker = self._workers[index]
         worker.told.add((message.type, generation))
         worker.send(message)
 
     def ask(self, message: Message, members: frozenset[int]) -> bool:
-        """Send `message` to the first worker of `members` that runs a session; whether there is one."""
+        """Send `message` to the first worker of `members` that runs a session; returns whether there is one."""
         for index in sorted(members):
             worker = self._workers.get(index)
             if worker is None or not worker.in_session or worker.process.exit_code is not None:
@@ -255,7 +257,7 @@ class LocalWorkers:
         return False
 
     def receive(self, hello: Hello, channel: Channel, message: Message | None) -> Described | None:
-        """Take in what a worker said. A description is returned, for it is the leader's."""
+        """Handle a worker's message. A Described is returned, since it is the leader's to handle."""
         worker = self._workers.get(hello.local_rank)
         if worker is None or worker.started_for != hello.generation:
             return None
@@ -295,13 +297,13 @@ class LocalWorkers:
 
 
 def _rank_of(worker: LocalWorker, generation: Generation | None) -> int:
-    """The rank of a worker in `generation`, or the one that it was started with where it is not in that."""
+    """The rank of a worker in `generation`; where it is not in that, the rank that it was started with."""
     if generation is not None and worker.slot in generation.placement:
         return generation.placement.index(worker.slot)
     return worker.process.rank
 
 
 def _of_slot(failure: ProcessFailure, index: int) -> ProcessFailure:
-    """`failure` under the local rank of its worker: the contexts that we start hold one process each, with number 0."""
+    """`failure` under the worker's local rank: each process context holds one process, numbered 0."""
     failure.local_rank = index
     return failure

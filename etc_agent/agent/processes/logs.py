@@ -1,7 +1,7 @@
 """Where a worker's output goes: torchrun's redirects and tees, one folder per generation, node and rank.
 
-torchrun's own LogsSpecs numbers the workers of one context from 0 and deletes the folder of an attempt that comes
-again. We start one context per worker and keep everything.
+torchrun's own LogsSpecs number the workers of one context from 0, and delete the folder of an attempt that occurs
+again. Here each worker has a context of its own, and nothing is deleted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LEAST_ROOM_BYTES = 1 << 16
 
 
 class NodeLogs:
-    """Where the workers of one node write, by generation.
+    """The log destinations of one node's workers, by generation.
 
-    `specs`: what torchrun built from the command line. `folder`: of this run's logs, or None where torchrun would write
-    none. ``--logs-specs`` of the user's own decide for themselves, once for all slots of the node in a generation, as
-    under torchrun.
+    `specs`: what torchrun built from the command line. `folder`: for this run's logs, or None where torchrun would
+    write none. A user's own ``--logs-specs`` decide themselves, once per generation for all slots of the node, as under
+    torchrun.
     """
 
     def __init__(self, specs: LogsSpecs, folder: Path | None, num_slots: int) -> None:
@@ -43,7 +43,7 @@ class NodeLogs:
         return type(self._specs) is DefaultLogsSpecs
 
     def of_spare(self, slot: Slot) -> tuple[LogsSpecs, Path | None]:
-        """The LogsSpecs of a new spare in `slot`, and the folder of its files, if any."""
+        """The LogsSpecs of a new warm spare in `slot`, and the folder of its files, if any."""
         if self._folder is None:
             return WorkerLogs(self._specs, slot.index, None), None
         path = self._folder / "spares" / slot.node / f"{slot.index}-{secrets.token_hex(4)}"
@@ -52,21 +52,21 @@ class NodeLogs:
         return WorkerLogs(self._specs, slot.index, path), path
 
     def adopt(self, folder: Path | None, slot: Slot, generation: Generation) -> None:
-        """The spare that logs to `folder` is the worker in `slot` of `generation` now: its files are found there."""
+        """The warm spare that logs to `folder` becomes the worker in `slot` of `generation`: link its files there."""
         if self._folder is not None and folder is not None:
             place = self._place(self._folder, slot, generation)
             try:
                 place.parent.mkdir(parents=True, exist_ok=True)
-                if place.is_dir():  # of an earlier job of this name
+                if place.is_dir():  # from an earlier job of this name
                     shutil.rmtree(place)
                 place.symlink_to(os.path.relpath(folder, place.parent))
             except OSError as error:
                 logger.warning("the logs of %s stay in %s; no link from %s: %s", slot, folder, place, error.strerror)
 
     def _make(self, path: Path) -> bool:
-        """Make the folder `path`, and say whether files can be made there; training needs none, and goes on without.
+        """Create the folder `path`; returns whether files can be created in it. Without logs training continues.
 
-        What a job says is for its user alone: nobody else can enter the run's folder, unless it was there before.
+        Only this user can enter the run's folder, unless it existed before.
         """
         assert self._folder is not None
         try:
@@ -80,8 +80,8 @@ class NodeLogs:
             return False
 
     def _place(self, folder: Path, slot: Slot, generation: Generation) -> Path:
-        """Where the logs of the worker in `slot` of `generation` are found. A link that is there already is of an
-        earlier job of this name, and goes."""
+        """The place of the logs of the worker in `slot` of `generation`. An existing link is from an earlier job of
+        this name and is removed."""
         place = folder / f"generation_{generation.id}" / slot.node / str(generation.placement.index(slot))
         if place.is_symlink():
             place.unlink()
@@ -94,7 +94,7 @@ class NodeLogs:
             return WorkerLogs(self._specs, slot.index, path if path is not None and self._make(path) else None)
         if self._given[0] != generation.id:
             ranks = {other.index: rank for rank, other in enumerate(generation.placement) if other.node == slot.node}
-            # An attempt's folder is emptied where it comes again, and generations may share an attempt.
+            # torchrun empties an attempt's folder when the attempt occurs again, and generations may share an attempt.
             attempt = {"TORCHELASTIC_RESTART_COUNT": str(generation.id - 1)}
             envs = {
                 index: {**environment, "LOCAL_RANK": str(index), "RANK": str(ranks.get(index, -1)), **attempt}
@@ -108,8 +108,8 @@ class NodeLogs:
 
 
 def remove_empty_logs(specs: LogsSpecs, run_id: str = "") -> None:
-    """Remove the folders in which nothing was logged: those of the run `run_id`, and torchrun's temporary one, which it
-    makes whether or not anything is logged."""
+    """Remove the folders in which nothing was logged: those of run `run_id`, and torchrun's temporary one, which it
+    creates in any case."""
     root = Path(specs.root_log_dir)
     is_temporary = root.name.startswith("torchelastic_") and root.parent == Path(tempfile.gettempdir())
     for folder in ([root / run_id] if run_id else []) + ([root] if is_temporary else []):
@@ -118,7 +118,7 @@ def remove_empty_logs(specs: LogsSpecs, run_id: str = "") -> None:
 
 
 def full_folder(context: PContext) -> str | None:
-    """The folder that a worker's output goes to, if its file system has no room left."""
+    """The folder of a worker's output, if its file system is full."""
     for file in (context.stdouts[0], context.stderrs[0]):
         folder = os.path.dirname(file)
         if folder and file != os.devnull:
@@ -132,7 +132,7 @@ def full_folder(context: PContext) -> str | None:
 
 
 class _Chosen(LogsSpecs):
-    """One worker's part of what the user's own LogsSpecs have decided for its node."""
+    """One worker's part of what the user's own LogsSpecs decided for its node."""
 
     def __init__(self, specs: LogsSpecs, node: LogsDest, index: int, added: Mapping[str, str]) -> None:
         super().__init__()
@@ -156,10 +156,10 @@ class _Chosen(LogsSpecs):
 
 
 class WorkerLogs(LogsSpecs):
-    """The LogsSpecs of one worker, cut out of those of its node.
+    """The LogsSpecs of one worker, derived from those of its node.
 
-    `node_specs`: what torchrun built from the command line; its redirects and tee are by local rank. `folder`: where
-    this worker's files lie, or None where torchrun would write none.
+    `node_specs`: what torchrun built from the command line, with redirects and tees by local rank. `folder`: for this
+    worker's files, or None where torchrun would write none.
     """
 
     def __init__(self, node_specs: LogsSpecs, local_rank: int, folder: Path | None) -> None:
@@ -176,7 +176,7 @@ class WorkerLogs(LogsSpecs):
         return str(self._folder) if self._folder else os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Destinations for the one worker in `envs`, whose key is 0."""
+        """The destinations for the one worker in `envs`, whose key is 0."""
         if self._folder is None:
             envs[0]["TORCHELASTIC_ERROR_FILE"] = ""
             console = {0: os.devnull if self._is_silent else ""}

@@ -1,7 +1,7 @@
 """Binding a worker to the CPUs near its accelerator: torchrun's ``--numa-binding``.
 
-torch binds by the position of a process in its context. Each of our workers has a context of its own, so the binding is
-made here, by its slot.
+torch binds by a process's position in its context. Since each worker has a context of its own here, the binding is done
+by its slot instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etc_agent.torch_private.numa import bind_this_process, bound_command
 
 
 def bound(path: str, args: tuple[Any, ...], slot: int, options: NumaOptions | None) -> tuple[str, tuple[Any, ...]]:
-    """The program and arguments of a worker that runs near accelerator `slot`; unchanged where `options` is None.
+    """The command of a worker with binding to the CPUs near accelerator `slot`; unchanged where `options` is None.
 
     Raises:
         EtcError: the CPUs near that accelerator cannot be found, or there is no numactl to bind a program with.

@@ -1,4 +1,4 @@
-"""What a worker runs: a program with arguments, as a person types it, or a function (`processes.functions`)."""
+"""What a worker runs: a program with arguments, or a function (`processes.functions`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Program(Protocol):
     """What the workers of a job run."""
 
     def start(self, slot: int, environment: dict[str, str], logs: LogsSpecs) -> PContext:
-        """Start one process in slot `slot`. `environment`: what it finds on top of the agent's own.
+        """Start one process in slot `slot`. `environment`: added to the agent's own.
 
         Raises:
             EtcError: there is no such program, or it cannot be bound to CPUs.

@@ -1,7 +1,7 @@
-"""Warm spares: on each idle slot of this node a process that has imported everything and waits.
+"""Warm spares: one process per idle slot of this node that has imported all libraries and waits.
 
-A worker that has to start there begins in a fraction of the time: in the job's growth as in the replacement of a node
-that was lost. `etc_agent.worker.process.spare` is what runs in the process.
+A worker that is to start in such a slot begins in a fraction of the time, when the job grows and when a lost node is
+replaced. `etc_agent.worker.process.spare` is the program of these processes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _RETRY_S = 2.0
 _MOST_RETRY_S = 120.0
 
 def spare_program(settings: JobSettings) -> Script | None:
-    """What a job's spares run. None where it has none: none are wanted, only a Python script or
-    module could be warm and something else runs, or a rank is needed before there is one."""
+    """The program of a job's warm spares. None where it has none: they are disabled, or the workers run something other
+    than a Python script or module, or a rank is needed before one is known."""
     python, args = os.environ.get("PYTHON_EXEC", sys.executable), [str(arg) for arg in settings.args]
     prefix = settings.launch_config.log_line_prefix_template or ""
     if not settings.warm_spares or settings.entrypoint != python or args[:1] != ["-u"] or _RANK.search(prefix):
@@ -51,9 +51,9 @@ class _Spare:
 
 @dataclass(slots=True)
 class Spares:
-    """The spares of one node by slot index.
+    """The warm spares of one node by slot index.
 
-    `start(index)`: starts the process of a spare, and says where it logs, if anywhere.
+    `start(index)`: starts a warm spare's process, and returns its log folder too, if any.
     """
 
     start: Callable[[int], tuple[WorkerProcess, Path | None]]
@@ -64,17 +64,17 @@ class Spares:
 
     @property
     def indices(self) -> frozenset[int]:
-        """The slots that hold one."""
+        """The slots that hold a warm spare."""
         return frozenset(self._spares)
 
     def keep(self, indices: Collection[int]) -> None:
-        """Have a spare in each slot of `indices`, and in no other. Call it now and then."""
+        """Keep one warm spare in each slot of `indices` and none elsewhere. Call it regularly."""
         for index, spare in list(self._spares.items()):
             if spare.process.poll() is not None:
                 self._remove(index)
                 self._retry_at, self._retry_s = time.monotonic() + self._retry_s, min(2 * self._retry_s, _MOST_RETRY_S)
                 if index in indices:
-                    logger.warning("the spare in slot %d ended with exit code %s", index, spare.process.exit_code)
+                    logger.warning("the warm spare in slot %d ended with exit code %s", index, spare.process.exit_code)
             elif index not in indices:
                 self._end(index)
         if time.monotonic() < self._retry_at:
@@ -85,14 +85,14 @@ class Spares:
             self._spares[index] = _Spare(process, folder)
 
     def receive(self, hello: Hello, channel: Channel) -> None:
-        """A spare has said hello: from now on it can be taken."""
+        """A warm spare has sent Hello: from now on it can be used."""
         spare = self._spares.get(hello.local_rank)
         if spare is not None and spare.process.pid == hello.pid:
             spare.channel = channel
             logger.debug("the spare in slot %d is ready", hello.local_rank)
 
     def take(self, index: int, environment: Mapping[str, str]) -> tuple[WorkerProcess, Path | None] | None:
-        """Make the spare in slot `index` a worker with `environment`. None where there is none to be had."""
+        """Turn the warm spare in slot `index` into a worker with `environment`. None where there is none ready."""
         spare = self._spares.get(index)
         if spare is None or spare.channel is None or spare.process.poll() is not None:
             return None
@@ -105,7 +105,7 @@ class Spares:
         return spare.process, spare.folder
 
     def close(self) -> None:
-        """End them all. They hold nothing, so there is nothing to wait for."""
+        """Kill all of them at once: they hold no state."""
         for index in list(self._spares):
             self._end(index)
 

@@ -1,4 +1,4 @@
-"""Starts the worker processes of one node: from a warm spare where there is one, else cold."""
+"""Starts the worker processes of one node, from a warm spare where there is one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from etc_agent.reconfig.records import NodeRecord
 
 
 class Starter:
-    """Knows how a process of this job is started here. `control_socket`: where it finds the agent. `program`: what the
+    """Starts processes of this job on this node. `control_socket`: where they reach the agent. `program`: what the
     job's workers run."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Starter:
         return WorkerProcess.start(self._program, settings.launch_config, index, environment, logs, self._events)
 
     def keep_spares(self, indices: Collection[int]) -> None:
-        """Have a warm spare in each slot of `indices` and in no other, where this job can have any."""
+        """Keep a warm spare in each slot of `indices` and none elsewhere, if this job can have any."""
         are_possible = self._spare_program is not None and self._logs.admit_spares
         self.spares.keep(indices if are_possible else ())
 

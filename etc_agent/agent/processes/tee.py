@@ -1,7 +1,6 @@
 """Shows what workers write to their log files on the console as well: torchrun's ``--tee``.
 
-torch's own `TailLog` reads a line whole, however long it is, and takes what is there of a line that is still being
-written for all of it.
+torch's own `TailLog` reads a whole line into memory, however long, and takes an unfinished line for a complete one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import BinaryIO, TextIO
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 LONGEST_LINE_BYTES = 1 << 20
-"""What is longer is shown in pieces of this size, each as a line of its own. The log file has it whole."""
+"""Longer lines are shown in pieces of this size, each as a line. The log file has them unchanged."""
 _CHUNK_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.1
 _LAST_LINES_S = 5.0
@@ -29,8 +28,8 @@ Sink = Callable[[str], None]
 class Tee:
     """The streams of one worker that are shown, each followed by a thread.
 
-    `destinations`: of a single worker, whose key is 0. `prefix`: stands before each line. `filters`: for standard
-    output and standard error, the words of which a line must have one to be copied to the file of filtered lines.
+    `destinations`: of a single worker, whose key is 0. `prefix`: printed before each line. `filters`: for standard
+    output and standard error, the words of which a line must contain one to be copied to the file of filtered lines.
     """
 
     def __init__(
@@ -50,13 +49,14 @@ class Tee:
                 self._threads.append(thread)
 
     def close(self) -> None:
-        """The worker has ended: show the rest. What takes long is shown later, at the latest before we exit."""
+        """The worker has ended: show the rest. What takes long is shown later, at the latest before the program
+        exits."""
         self._has_ended.set()
         for thread in self._threads:
             thread.join(_LAST_LINES_S)
 
     def _follow(self, file: Path, prefix: str, console: TextIO, filtered: Path, words: tuple[str, ...]) -> None:
-        while not file.exists():  # the worker makes it, where it is a function
+        while not file.exists():  # a worker that runs a function creates the file itself
             if self._has_ended.wait(_LOOK_EVERY_S):
                 return
         copy: TextIO | None = filtered.open("w", errors="replace", buffering=1) if words else None
@@ -74,10 +74,10 @@ class Tee:
 
 
 def lines(log: BinaryIO, has_ended: threading.Event, at_end: Callable[[], None]) -> Iterator[str]:
-    """Every line of a file that grows, each with the newline at its end, until all has been read after `has_ended` or
-    after the end of the program's main thread, which must not be held up. `at_end` is called whenever there is nothing
-    more for now."""
-    # A carriage return ends a line, too: progress bars write nothing else.
+    """Every line of a growing file, each with its newline, until everything has been read after `has_ended`, or after
+    the end of the program's main thread, which must not be delayed. `at_end` is called whenever there is nothing more
+    to read for now."""
+    # A carriage return ends a line, too: progress bars write no newlines.
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     pending: list[str] = []
     length = 0
@@ -106,8 +106,8 @@ def lines(log: BinaryIO, has_ended: threading.Event, at_end: Callable[[], None])
 
 
 class WithoutTee(LogsSpecs):
-    """The destinations of `specs`, of which torch redirects and does not tee. `destinations`: all of them, once torch
-    has asked."""
+    """The destinations of `specs` with torch doing only the redirects, not the tees. `destinations`: all of them, once
+    torch has asked."""
 
     def __init__(self, specs: LogsSpecs) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class TorchEvents:
         self._total_s = 0
 
     def worker_started(self, environment: Mapping[str, str], pid: int) -> None:
-        """`environment`: what the worker got from us. The first of a generation ends a rendezvous."""
+        """`environment`: of the worker. The first worker of a generation ends a rendezvous."""
         if environment[GENERATION_VARIABLE] != self._group.get(GENERATION_VARIABLE):
             waited_ms = (time.monotonic() - self._idle_since) * 1000
             self._group = dict(environment)
@@ -56,7 +56,7 @@ class TorchEvents:
             self._record("FAILED", EventSource.WORKER, environment, pid=pid, error=error, failure=failure)
 
     def agent_ended(self, *, is_failed: bool) -> None:
-        """The agent has run the job to its end, well or not."""
+        """The agent has run the job to its end, successful or not."""
         self._total_s = int(time.monotonic() - self._started)
         restarts = int(self._group.get("TORCHELASTIC_RESTART_COUNT", 0))
         allowed = self._config.max_restarts
@@ -71,7 +71,7 @@ class TorchEvents:
         self._record("SUCCEEDED", EventSource.AGENT, self._group)
 
     def agent_broken(self, error: str) -> None:
-        """The agent ends before the job does: by a signal, or by a fault of its own. `error`: why."""
+        """The agent ends before the job does: by a signal, or by an error of its own. `error`: why."""
         self._total_s = int(time.monotonic() - self._started)
         self._record("FAILED", EventSource.AGENT, self._group, error=error)
 
@@ -94,7 +94,7 @@ class TorchEvents:
 
         details: dict[str, Any] = {"group_world_size": number("GROUP_WORLD_SIZE"), "entry_point": self._entrypoint}
         is_worker = source is EventSource.WORKER
-        if is_worker:  # torchrun records each of these as a list of one
+        if is_worker:  # torchrun records each of these as a list with one entry
             details["local_rank"] = [number(SLOT_VARIABLE)]
             details["role_rank"] = [number("ROLE_RANK")]
             details["role_world_size"] = [number("ROLE_WORLD_SIZE")]
@@ -120,7 +120,7 @@ class TorchEvents:
 
 
 def _name_of(entrypoint: str | Callable[..., Any]) -> str:
-    """Not everything that can be called has a name, such as a `functools.partial`."""
+    """The name of what is called; some callables, such as a `functools.partial`, have none."""
     if isinstance(entrypoint, str):
         return os.path.basename(entrypoint)
     return getattr(entrypoint, "__qualname__", type(entrypoint).__name__)

@@ -35,7 +35,7 @@ _FAILURES = {
 
 
 class WorkerProcess:
-    """A running worker. A torchelastic process context is all-or-nothing, so each worker has one of its own."""
+    """A running worker. A torchelastic process context starts and stops as a whole, so each worker has its own."""
 
     def __init__(self, context: PContext, environment: dict[str, str], events: TorchEvents, tee: Tee) -> None:
         self._context, self._tee = context, tee
@@ -64,8 +64,8 @@ class WorkerProcess:
         logs: LogsSpecs,
         events: TorchEvents,
     ) -> WorkerProcess:
-        """Start `program` in slot `slot`; see `worker_environment` for `environment`, `NodeLogs` for `logs`. Without a
-        RANK in it this is a spare, until `begin`. `launch_config`: torchrun's LaunchConfig.
+        """Start `program` in slot `slot`; see `worker_environment` for `environment`, `NodeLogs` for `logs`. Without
+        RANK in the environment it is a warm spare until `begin`. `launch_config`: torchrun's LaunchConfig.
 
         Raises:
             EtcError: there is no such program, or it cannot be bound to CPUs.
@@ -89,12 +89,12 @@ class WorkerProcess:
         return int(self._environment["RANK"])
 
     def begin(self, environment: dict[str, str]) -> None:
-        """This spare is a worker now."""
+        """From now on this warm spare is a worker."""
         self._environment = environment
         self._events.worker_started(environment, self.pid)
 
     def poll(self) -> int | None:
-        """The exit code once the process has ended (128 + signal where one ended it), else None. Never waits."""
+        """The exit code once the process has ended (128 + signal where one ended it), else None. Never blocks."""
         if self.exit_code is None:
             self._signal_if_due()
             result = self._ended()
@@ -107,7 +107,7 @@ class WorkerProcess:
                 self._error_file = self._context.error_files[0]
                 self._tee.close()
                 if code and (full := full_folder(self._context)) is not None:
-                    logger.error("no room is left in %s, where a worker writes; make some, or change --log-dir", full)
+                    logger.error("no space left for a worker's output in %s; free some, or change --log-dir", full)
                 if "RANK" in self._environment:
                     error = json.dumps(failure.error_file_data) if failure else None
                     self._events.worker_ended(
@@ -119,14 +119,14 @@ class WorkerProcess:
         try:
             return self._context.wait(timeout=0)
         except Exception:
-            # torch reads the error file of a worker that has failed, and raises where that is not whole: the worker was
-            # killed while it wrote it, the disk was full, or the script wrote something else to it.
+            # torch reads the error file of a failed worker and raises if it is incomplete: the worker was killed while
+            # writing it, the disk was full, or the script wrote something else there.
             set_aside(self._context.error_files[0])
             return self._context.wait(timeout=0)
 
     def stop(self, grace_s: float, *, after_s: float = 0.0, number: int = signal.SIGTERM) -> None:
-        """Have `poll` see to it that this process ends: signal `number` to its group in `after_s` (it may be about to
-        exit by itself), SIGKILL `grace_s` later. A repeated call can only make it sooner."""
+        """Make `poll` end this process: signal `number` to its group in `after_s` seconds (it may be about to exit by
+        itself), SIGKILL `grace_s` later. A repeated call can only make it sooner."""
         self._stop_signal = number
         at = time.monotonic() + after_s
         self._term_at = at if self._term_at is None else min(self._term_at, at)
@@ -134,11 +134,11 @@ class WorkerProcess:
         self._signal_if_due()
 
     def excuse(self) -> None:
-        """It has ended because of what was said to its whole node, and that is no failure of its own."""
+        """It has ended because of a signal that was meant for its whole node, which is no failure of its own."""
         self._is_excused = True
 
     def send_signal(self, number: int) -> None:
-        """To the process alone, not to its children."""
+        """Send a signal to the process alone, not to its children."""
         if self.exit_code is None:
             try:
                 os.kill(self.pid, number)
@@ -151,7 +151,7 @@ class WorkerProcess:
 
     @property
     def was_asked(self) -> bool:
-        """Whether the signal to end has been sent to it."""
+        """Whether the signal to end was sent to it."""
         return self._is_asked
 
     def _signal_if_due(self) -> None:
@@ -163,11 +163,11 @@ class WorkerProcess:
             self._signal(self._stop_signal)
 
     def kill_group(self) -> None:
-        """Kill whatever is left of its process group."""
+        """Kill everything that is left of its process group."""
         self._signal(signal.SIGKILL)
 
     def failure(self, slot: str) -> Failure | None:
-        """Why it ended, or None where it runs, ended well or was told to."""
+        """Why it ended; None where it is running, exited with code 0, or was told to end."""
         if not self.exit_code or self.is_stopping or self._is_excused:
             return None
         if self.killed_by and not self.raised:
@@ -180,8 +180,8 @@ class WorkerProcess:
         return Failure(slot, _FAILURES[raised.kind], self.exit_code, shortened(raised.error))
 
     def _signal(self, number: int) -> None:
-        """Send a signal to its process group. A process that runs a function makes itself the leader of one when it
-        begins; before it has, it has started nothing, and gets the signal alone."""
+        """Send a signal to its process group. A process that runs a function makes itself the group's leader when it
+        begins; before that it has no children, and is signalled alone."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -191,5 +191,5 @@ class WorkerProcess:
 
 
 def _signal_name(number: int) -> str:
-    """Real-time signals have numbers only."""
+    """The name of a signal; real-time signals have numbers only."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

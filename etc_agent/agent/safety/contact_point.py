@@ -1,6 +1,6 @@
-"""Where this node's agent tells other agents, in person, whether it hears etcd.
+"""The contact point: where this node's agent tells other agents directly whether it hears etcd.
 
-An agent that is stopped says nothing here, though its kernel completes a handshake.
+A stopped agent does not answer here, although its kernel still completes the TCP handshake.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _BACKLOG = 1024
 
 
 class ContactPoint:
-    """Listens on a free port of `address` from its constructor on, or of all addresses where this host has no such one
-    (it is behind NAT).
+    """Listens from its constructor on, on a free port of `address`, or of all addresses where this host does not have
+    that one (it is behind NAT).
 
-    `own`: what this agent says. `heard(node, status)`: takes in what a caller says of itself. Both are called from a
+    `own`: returns this agent's status. `heard(node, status)`: is called with a caller's status. Both are called from a
     thread of this object.
     """
 

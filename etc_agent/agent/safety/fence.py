@@ -1,8 +1,8 @@
-"""Ends this node's workers before others may go on without it (`etc_agent.reconfig.fencing`).
+"""Ends this node's workers before other nodes may take over (`etc_agent.reconfig.fencing`).
 
-A thread gathers the evidence; the guardian, another process, does it. The agent's own loop may be waiting for an etcd
-that does not answer, and an agent that is stopped (SIGSTOP, a frozen machine) can decide nothing: so the guardian is
-told again and again until when the workers may live, and kills them when that time passes without another deadline.
+A thread collects the evidence; the guardian, another process, kills the workers. The agent's loop may be waiting for an
+etcd that does not answer, and a stopped agent (SIGSTOP, a frozen machine) can do nothing. So the guardian is told again
+and again until when the workers may run, and kills them when that time passes without a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etc_agent.reconfig.surroundings import Surroundings
 
 _LONGEST_TICK_S = 0.25
 _PAUSE_S = 1.0
-"""An agent that has not looked for so long did not run."""
+"""Seconds without a look at the evidence after which this process must have been stopped."""
 
 
 class Etcd(Protocol):
@@ -59,7 +59,7 @@ class Fence:
 
     @property
     def port(self) -> int:
-        """Of the contact point."""
+        """The port of the contact point."""
         return self._point.port
 
     @property
@@ -73,7 +73,7 @@ class Fence:
         return {node: status.at for node, status in self._statuses.copy().items() if status.has_workers}
 
     def observe(self, around: Surroundings) -> None:
-        """What is there to fence and whom to ask. When this returns, the guardian knows until when new workers live."""
+        """Set what is fenced and which peers to ask. Blocks until the guardian knows until when new workers may run."""
         is_first = around.has_workers and not self._around.has_workers
         self._around = around
         if is_first:
@@ -81,7 +81,7 @@ class Fence:
                 self._look()
 
     def saw_step(self) -> None:
-        """A worker has ended a step. Callable from any thread."""
+        """A worker has completed a step. May be called from any thread."""
         self._stepped_at = time.monotonic()
 
     @property
@@ -93,13 +93,13 @@ class Fence:
             return self._why
 
     def lift(self) -> None:
-        """The workers are known to have ended; new ones may come."""
+        """The workers have ended; new ones may be started."""
         with self._lock:
             self._why, self._around = "", Surroundings(self._around.others)
             self._allow(FOR_EVER)
 
     def close(self) -> None:
-        """The workers have ended in order."""
+        """Stop fencing: the workers have ended normally."""
         self._closed.set()
         self._thread.join()
         self._reach.close()
@@ -110,7 +110,7 @@ class Fence:
         return PeerStatus(time.monotonic(), self.followed_s, self._around.has_workers)
 
     def _heard(self, node: str, status: PeerStatus) -> None:
-        """From the threads of the contact point and of `Reach`."""
+        """Called from the threads of the contact point and of `Reach`."""
         self._statuses[node] = status
 
     def _run(self) -> None:
@@ -148,6 +148,6 @@ class Fence:
             self._guardian.allow_until(until)
 
     def _fall(self, why: str) -> None:
-        """The guardian has done it already where the time that it was told last is over."""
+        """Stop the workers. The guardian has already done so if the time it was told last is over."""
         self._why = why
         self._guardian.allow_until(0.0)

@@ -1,8 +1,8 @@
-"""What a container's first process owes the others.
+"""Running as PID 1, the first process of a container.
 
-The kernel makes PID 1 the parent of every process whose own parent has ended, and gives it no default action for
-signals. An agent would have to tell such orphans from its own children, which other code waits for; so PID 1 does
-nothing else, and the agent is its child.
+The kernel makes PID 1 the parent of every process whose own parent has ended, and gives it no default actions for
+signals. An agent would have to tell such orphans from its own children, for which other code waits. So PID 1 only reaps
+and forwards signals, and the agent is its child.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ _OF_ITS_OWN = {
     signal.SIGKILL, signal.SIGSTOP, signal.SIGTTIN, signal.SIGTTOU,
     signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS,
 }
-"""Signals that cannot be handed on, or that a process causes itself."""
+"""Signals that cannot be forwarded, or that a process causes itself."""
 
 
 def beside_first_process(main: Callable[[], int]) -> int:
-    """Run `main`; where this process is PID 1, in a child, while this process hands signals on to it and reaps whatever
-    ends. Returns the exit code of `main` (128 + signal where one ended the child). Call it before there are threads."""
+    """Run `main`. Where this process is PID 1, run it in a child, while this process forwards signals to it and reaps
+    all processes that end. Returns the exit code of `main` (128 + signal if one ended the child). Call it before any
+    thread starts."""
     if os.getpid() != 1:
         return main()
     numbers = signal.valid_signals() - _OF_ITS_OWN
@@ -38,7 +39,7 @@ def beside_first_process(main: Callable[[], int]) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Wait for everything that has ended; the exit code of `child` if that is among it."""
+    """Wait for every process that has ended; returns the exit code of `child` if it is among them."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

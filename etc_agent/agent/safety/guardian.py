@@ -1,8 +1,9 @@
-"""The guardian: outlives the agent just long enough to take everything with it that the agent started.
+"""The guardian: a process that survives the agent just long enough to end everything that the agent started.
 
-A parent-death signal follows the spawning thread and misses grandchildren; a pipe does neither. The agent holds the
-write end, and whatever kills the agent closes it. The guardian then kills the process groups that it was told of and
-removes the folders. An agent that is stopped closes nothing, so it also says until when the groups may live.
+A parent-death signal follows the thread that forked and does not reach grandchildren; a pipe has neither problem. The
+agent holds the writing end, and whatever kills the agent closes it. The guardian then kills the registered process
+groups and removes the registered folders. A stopped agent closes nothing, so it also tells until when the groups may
+run.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ class Guardian:
         self._tell(f"watch {group}")
 
     def forget_group(self, group: int) -> None:
-        """Process group `group` is gone; its number may be another's soon."""
+        """Process group `group` has ended; its number may soon be used for another group."""
         self._tell(f"forget {group}")
 
     def allow_until(self, deadline: float) -> None:
-        """Kill the groups of now if `deadline`, in time.monotonic() seconds, passes before another is given."""
+        """Kill the present groups if `deadline`, in time.monotonic() seconds, passes before another one is given."""
         self._tell(f"until {deadline}")
 
     def remove_folder(self, folder: Path) -> None:
-        """Remove `folder` and what is in it when the agent is gone, however it goes."""
+        """Remove `folder` and its contents when the agent has ended, in any way."""
         self._tell(f"remove {folder}")
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let it do its work now and wait for it."""
+        """Let it clean up now, and wait for it."""
         self._pipe.close()
         self._process.wait(timeout_s)
 
@@ -63,12 +64,12 @@ class Guardian:
             with self._lock:
                 self._pipe.write(line + "\n")
                 self._pipe.flush()
-        except (OSError, ValueError):  # the latter once we have closed it
+        except (OSError, ValueError):  # ValueError after `close`
             raise RuntimeError("the guardian process is gone; a dead agent would now leave workers behind") from None
 
 
 def _guard() -> None:
-    """The guardian process: reads commands from standard input until its end, then cleans up."""
+    """The guardian process: read commands from standard input until it closes, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -103,7 +104,7 @@ def _guard() -> None:
 
 def _kill(groups: set[int]) -> None:
     for group in groups:
-        for kill in (os.killpg, os.kill):  # a worker that begins to run a function may not lead its group yet
+        for kill in (os.killpg, os.kill):  # a worker that is about to run a function may not lead its group yet
             try:
                 kill(group, signal.SIGKILL)
                 break

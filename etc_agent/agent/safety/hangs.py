@@ -1,9 +1,9 @@
-"""Finds workers that hang: by lack of progress, with their stacks in the log before anything is killed.
+"""Finds workers that hang, by lack of progress; their stacks are logged before anything is killed.
 
-When no worker of this node has shown life for `hang_s`, each is told over its control connection to write its stacks
-and say where it is. Whoever does not answer is stopped or cannot run Python, and is made to write them by a signal;
-whoever answers is in a collective, waiting for others, or is not. The leader compares what all nodes say
-(`FailureKind` is in order of blame).
+When no worker of this node has shown progress for `hang_s`, each is told over its control connection to write its
+stacks and to answer where it is. A worker that does not answer is stopped or cannot run Python, and is made to write
+its stacks by a signal. A worker that answers is either inside a collective, waiting for others, or not. The leader
+compares the answers of all nodes (`FailureKind` is ordered by likelihood of being the cause).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from etc_agent.reconfig.records import Failure, FailureKind
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
-"""How long a worker has to say where it is."""
+"""Seconds that a worker has to answer where it is."""
 EXIT_CODE = 1
 
 
 @dataclass(slots=True)
 class HangWatch:
-    """Looks at the workers of a node now and then. `hang_s`: 0 for never."""
+    """Checks the workers of a node. `hang_s`: 0 for never."""
 
     hang_s: float
     _asked_at: float = 0.0
 
     def look(self, workers: list[LocalWorker]) -> None:
-        """Mark workers that hang; unmark those that showed life since."""
+        """Mark workers that hang, and clear the mark of those that have made progress since."""
         watched = [worker for worker in workers if _is_judged(worker)]
         if not self.hang_s or not watched:
             return
@@ -59,13 +59,14 @@ class HangWatch:
 
 
 def _is_judged(worker: LocalWorker) -> bool:
-    """Not one that never said anything, has closed its session, or is about to end."""
+    """Whether it can be said to hang: not one that never sent a heartbeat, has closed its session, or is about to
+    end."""
     process = worker.process
     return bool(worker.life_at) and not worker.is_closed and process.exit_code is None and not process.is_stopping
 
 
 def _judged(worker: LocalWorker) -> Failure | None:
-    """What is wrong with it; None for a joiner, which waits for the agents."""
+    """Its failure; None for a joiner, which waits for its agent."""
     slot, pid, position = str(worker.slot), worker.process.pid, worker.position
     if _is_stopped(pid):
         return Failure(slot, FailureKind.UNRESPONSIVE, EXIT_CODE, f"hangs: pid {pid} is stopped (SIGSTOP)")

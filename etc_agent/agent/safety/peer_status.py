@@ -1,7 +1,7 @@
-"""What two agents say to each other directly: one line of JSON each, over a TCP connection that is closed after it.
+"""The protocol by which two agents exchange their status: one line of JSON each, over one TCP connection.
 
-The agent that was called speaks first, then the caller. So each knows a moment that is not after what the other says
-was true: for the caller the moment it began to connect, for the other one the moment it spoke.
+The agent that was called sends first, then the caller. So each has a time on its own clock at which, or after which,
+the other's status was true: for the caller when it began to connect, for the other agent when it sent.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ LONGEST_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """`job`: the incarnation of the job; what another job's agents say is ignored. `node`: the name of its node."""
+    """The sender of a status. `job`: the job's incarnation; lines of other jobs are ignored. `node`: its node's
+    name."""
 
     job: str
     node: str
 
     def encode(self, status: PeerStatus) -> bytes:
-        """The line that says `status` of this speaker's node."""
+        """The line with this node's `status`."""
         said = {"job": self.job, "node": self.node, "followed_s": status.followed_s, "has_workers": status.has_workers}
         return json.dumps(said).encode() + b"\n"
 
     def decode(self, line: bytes, at: float) -> tuple[str, PeerStatus] | None:
-        """The node that spoke, and its status as of `at`; None where it is nothing that a peer of this job says."""
+        """The sending node, and its status as of `at`; None where the line is not from another node of this job."""
         try:
             said = json.loads(line)
             if said["job"] != self.job or said["node"] == self.node:

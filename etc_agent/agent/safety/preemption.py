@@ -1,5 +1,5 @@
-"""A user's command that says whether this node is about to be taken away: exit code 0 for yes, such as
-``curl -sf`` of a cloud's metadata address."""
+"""The preemption probe: a user's command that tells whether this node is about to be taken away (exit code 0: yes),
+such as ``curl -sf`` of a cloud's metadata address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class PreemptionProbe:
-    """Runs the command every `every_s` until it says yes; then `on_notice` is called, once, from this thread."""
+    """Runs the command every `every_s` until it says yes; then calls `on_notice` once, from this thread."""
 
     def __init__(
         self, command: UserCommand, every_s: float, on_notice: Callable[[], None], guardian: Guardian
@@ -37,7 +37,7 @@ class PreemptionProbe:
                     return
                 self._closed.wait(self._every_s)
         except RuntimeError:
-            if not self._closed.is_set():  # else the guardian is gone as it should, and the command with it
+            if not self._closed.is_set():  # else the guardian was closed normally, and ended the command
                 raise
 
     def _says_yes(self) -> bool:
@@ -52,7 +52,7 @@ class PreemptionProbe:
         return False
 
     def _complain(self, what: str) -> None:
-        """Say it once."""
+        """Log `what`, unless it was the last thing logged."""
         if what != self._complaint:
             logger.warning("the preemption probe %s: %s", what, " ".join(self._command.words))
         self._complaint = what

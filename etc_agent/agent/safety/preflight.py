@@ -1,4 +1,4 @@
-"""A user's command that must pass before this node joins: a look at the GPUs, the network, a mount."""
+"""The preflight check: a user's command that must succeed before this node joins, to check GPUs, network or mounts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from etc_agent.errors import EtcError
 
 
 def check_node(preflight: UserCommand, environment: Mapping[str, str], guardian: Guardian) -> None:
-    """Run the command, with `environment` added to ours.
+    """Run the command, with `environment` added to the agent's own.
 
     Raises:
-        EtcError: it fails (its last line is shown), takes longer than `preflight.timeout_s`, or cannot be run.
+        EtcError: it fails (the message shows its last line), takes longer than `preflight.timeout_s`, or cannot be run.
     """
     command = " ".join(preflight.words)
     try:
         exit_code, output = run_command(preflight, environment, guardian)
     except OSError as error:
-        raise EtcError(f"the preflight command cannot be run: {command}: {error.strerror}") from None
+        why = f"the preflight command cannot be run: {command}: {error.strerror}"
+        raise EtcError(f"{why}; this node does not join") from None
     except subprocess.TimeoutExpired:
         raise EtcError(
             f"the preflight command has not ended in {preflight.timeout_s:g} s: {command}; this node does not join"

@@ -1,4 +1,4 @@
-"""Asks the agents of other nodes, in person, whether they hear etcd and whether they have workers."""
+"""Asks the agents of other nodes directly whether they hear etcd and whether they have workers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from etc_agent.agent.safety.peer_status import LONGEST_BYTES, Speaker
 from etc_agent.reconfig.fencing import PeerStatus
 
 _MOST_AT_ONCE = 128
-"""Questions under way: a job may have more nodes than a process may have open files."""
+"""Questions in flight: a job may have more nodes than a process may have open files."""
 
 
 class Reach:
-    """Asks every node that it is told to, again and again, from a thread of its own.
+    """Asks the given nodes again and again, from a thread of its own.
 
-    Nodes that do not answer hold up no others. `every_s`: the pause between two questions to one node. `timeout_s`: for
-    one question. `own`: what this agent says of itself. `heard(node, status)`: takes in an answer. Both are called from
-    the thread.
+    Nodes that do not answer delay no others. `every_s`: the pause between two questions to one node. `timeout_s`: for
+    one question. `own`: returns this agent's status. `heard(node, status)`: is called with each answer. Both are called
+    from the thread.
     """
 
     def __init__(
@@ -42,8 +42,9 @@ class Reach:
         self._thread.start()
 
     def want(self, asked: Mapping[str, str], known: Mapping[str, str]) -> None:
-        """`asked`: node -> ``host:port`` of its contact point, for those to ask from now on. `known`: likewise for
-        those that may have to be asked later: their names are resolved now, for the name server may be behind a cut."""
+        """`asked`: node -> ``host:port`` of its contact point, for the nodes to ask from now on. `known`: the same for
+        nodes that may have to be asked later: their names are resolved now, since a name server may not be reachable
+        then."""
         self._asked, self._known = asked, known
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
-"""The signals that this node's agent takes: those that end or drain its part of the job (torchrun's
-``--signals-to-handle``), and those that it hands on to its workers (``--forward-signals``)."""
+"""The signals that this node's agent handles: those that end or drain its part of the job (torchrun's
+``--signals-to-handle``), and those that it forwards to its workers (``--forward-signals``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Signals = tuple[signal.Signals, ...]
 
 
 class SignalReceived(Exception):
-    """A signal came before the agent's loop was there to take it in turn."""
+    """A signal came before the agent's loop was running and could handle it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -29,7 +29,7 @@ class SignalReceived(Exception):
 
 
 def parse_signals(names: str, source: str = "--signals-to-handle") -> Signals:
-    """``SIGTERM,SIGUSR1`` as signals. `source`: where they were given, for the error.
+    """Parse ``SIGTERM,SIGUSR1``. `source`: where they were given, for the error.
 
     Raises:
         EtcError: one is unknown, or cannot be handled by any process.
@@ -47,27 +47,27 @@ def parse_signals(names: str, source: str = "--signals-to-handle") -> Signals:
 
 
 def heeded(numbers: Signals) -> Signals:
-    """Those of `numbers` that this process is to act on.
+    """Those of `numbers` that this process should handle.
 
-    Not SIGHUP where it was ignored from the start: ``nohup`` does that, so that the job outlives its terminal, and
+    Not SIGHUP where it was ignored from the start: ``nohup`` does that so that the job survives its terminal, and
     workers inherit it. None in a thread other than the main one, where Python cannot set handlers.
     """
     if numbers and threading.current_thread() is not threading.main_thread():
-        logger.warning("this job runs in a thread, so signals do what the program made them do, and drain no node")
+        logger.warning("this job runs outside the main thread, so signals keep their handlers and drain no node")
         return ()
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in numbers if number is not signal.SIGHUP or not is_ignored)
 
 
 def keep_handlers() -> None:
-    """torchelastic puts handlers of its own in place of ours whenever it starts a worker; let it do so for a signal
-    that nobody sends. Workers get the true list in their environment."""
+    """Keep torchelastic from replacing our signal handlers whenever it starts a worker: let it set handlers for a
+    signal that nobody sends. Workers find the real list in their environment."""
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _UNSENT
 
 
 @contextmanager
 def interrupting(numbers: Iterable[signal.Signals]) -> Iterator[None]:
-    """Each of the signals raises `SignalReceived` inside; afterwards they do what they did before."""
+    """Inside the context each of the signals raises `SignalReceived`; afterwards their old handlers are back."""
 
     def interrupt(number: int, _: object) -> None:
         raise SignalReceived(number)
@@ -78,8 +78,8 @@ def interrupting(numbers: Iterable[signal.Signals]) -> Iterator[None]:
 
 @contextmanager
 def dropping(numbers: Iterable[signal.Signals]) -> Iterator[None]:
-    """Inside, each of the signals does nothing, until it is delivered somewhere. Programs that are started do not
-    inherit that."""
+    """Inside the context each of the signals is caught and does nothing, until `deliver`. Programs that are started do
+    not inherit that."""
     with _restored(numbers, lambda *_: None):
         yield
 
@@ -95,19 +95,19 @@ def _restored(numbers: Iterable[signal.Signals], handler: Callable[[int, object]
 
 
 def deliver(numbers: Iterable[signal.Signals], to: Callable[[int], None]) -> None:
-    """Each of the signals calls `to` with its number, from now on."""
+    """From now on each of the signals calls `to` with its number."""
     for number in numbers:
         signal.signal(number, lambda received, _: to(received))
 
 
 def ignore(numbers: Iterable[signal.Signals]) -> None:
-    """While things are taken down in order; what hangs is bounded by timeouts, and the guardian has the last word."""
+    """Ignore the signals during shutdown; timeouts limit what hangs, and the guardian ends what is left."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether process `pid` has a handler for the signal, or ignores it: else the signal would end it."""
+    """Whether process `pid` handles or ignores the signal; otherwise the signal would end it."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)

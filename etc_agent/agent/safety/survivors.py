@@ -1,4 +1,4 @@
-"""Whether a run that etcd shows no nodes of has workers somewhere all the same: its agents may only have lost etcd."""
+"""Whether a run without nodes in etcd still has workers somewhere: its agents may only have lost etcd."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from etc_agent.reconfig.records import Ack
 
 
 class Survivors:
-    """Asks the agents of the run `incarnation`, for as long as it is used with `with`. They learn in turn that etcd is
-    there, and stop their workers."""
+    """Asks the agents of the run `incarnation` while its `with` block is active. The questions tell them that etcd can
+    be reached, so that they stop their workers."""
 
     def __init__(self, incarnation: str, fencing: Fencing) -> None:
         self._began = time.monotonic()
@@ -34,12 +34,12 @@ class Survivors:
         self._reach.close()
 
     def ask(self, acks: Iterable[Ack]) -> None:
-        """Ask the nodes that wrote these from now on."""
+        """From now on ask the nodes that wrote these."""
         self._reach.want({ack.contact: ack.contact for ack in acks if ack.contact}, {})
 
     @property
     def gone_in_s(self) -> float:
-        """After how many seconds the workers of that run are gone for certain, if no agent says otherwise."""
+        """After how many seconds the workers of that run are certainly gone, if no agent says otherwise."""
         return max(self._began, self._alive_at) + self._fencing.trust_s - time.monotonic()
 
     def _own_status(self) -> PeerStatus:

@@ -1,4 +1,4 @@
-"""Runs a command of the user's beside a job, and leaves nothing of it behind."""
+"""Runs a user's command beside a job, and ends everything that the command has started."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from etc_agent.agent.settings import UserCommand
 
 
 def run_command(command: UserCommand, environment: Mapping[str, str], guardian: Guardian) -> tuple[int, str]:
-    """The command's exit code, and what it wrote to standard output and error. What it has started ends with it, or
-    when the agent is gone. `environment` is added to the agent's.
+    """The command's exit code, and what it wrote to standard output and error. Its child processes end with it, or when
+    the agent is gone. `environment` is added to the agent's.
 
     Raises:
         OSError: it cannot be run.
         subprocess.TimeoutExpired: it took longer than ``command.timeout_s``.
     """
-    # Not a pipe: a child that outlives the command would keep it open.
+    # Not a pipe: a child that survives the command would keep it open.
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command.words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
