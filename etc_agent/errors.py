@@ -1,4 +1,4 @@
-"""The errors that etc-run shows to people: one clear line each."""
+"""The errors that etc-run shows to people: one line each."""
 
 from __future__ import annotations
 

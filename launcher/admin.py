@@ -1,6 +1,7 @@
-"""What an administrator asks of a running job: the keys that are written, and the answers that are waited for.
+"""What an administrator does with a running job: writing keys, and waiting for answers.
 
-Everything here can be done with ``etcdctl put`` as well; this adds a check of the value beforehand and the reply.
+Everything here can be done with ``etcdctl put`` as well; this adds a check of the value before it is written, and the
+reply.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def scale(
     Returns the last answer's result; None where the job is paused, so that the request waits unanswered.
 
     Raises:
-        EtcError: the value is nonsense (nothing is written), the job has ended, a newer request took this one's
-            place, or no answer came in `timeout_s`.
+        EtcError: the value is not a size (nothing is written), the job has ended, a newer request replaced this one, or
+            no answer came in `timeout_s`.
     """
     try:
         parse_wanted(value)

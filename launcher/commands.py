@@ -1,5 +1,5 @@
-"""What a user has around a job: commands that must pass before a node joins or that say that it is taken away, and
-signals to the workers."""
+"""The user's own commands and signals around a job: the preflight check, the preemption probe, and forwarded
+signals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from launcher.job import PreemptionSection, PreflightSection
 
 
 def preflight(given: Given) -> UserCommand | None:
-    """What must pass before this node joins, if anything."""
+    """The command that must succeed before this node joins, if any."""
     words = _words(given, "preflight")
     section = PreflightSection(command=words) if words else given.job.preflight
     return UserCommand(tuple(section.command), section.timeout_s) if section else None
 
 
 def preemption(given: Given) -> Preemption | None:
-    """What says that this node is taken away, if anything. An option changes the file's command, not its times."""
+    """The command that tells when this node is taken away, if any. An option changes the job file's command, not its
+    times."""
     section, words = given.job.preemption, _words(given, "preemption_probe")
     if words:
         section = section.model_copy(update={"command": words}) if section else PreemptionSection(command=words)
@@ -30,7 +31,7 @@ def preemption(given: Given) -> Preemption | None:
 
 
 def forward_signals(given: Given, to_handle: str) -> Signals:
-    """The signals that are handed on to the workers. `to_handle`: those that make a node leave.
+    """The signals that are forwarded to the workers. `to_handle`: those that make a node leave.
 
     Raises:
         EtcError: one is unknown, cannot be handled, or already makes the node leave.

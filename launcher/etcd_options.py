@@ -1,4 +1,4 @@
-"""Where etcd is and who we are to it, from whatever a person gave: shared by etc-run and etc-ctl."""
+"""Where etcd is, and the credentials for it, from what the user gave; shared by etc-run and etc-ctl."""
 
 from __future__ import annotations
 

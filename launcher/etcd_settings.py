@@ -1,4 +1,4 @@
-"""Where etcd is and who we are to it, merged from the command line, the environment and the job file."""
+"""Where etcd is, and the credentials for it, merged from the command line, the environment and the job file."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _path(value: Any, info: ValidationInfo) -> Path:
 
 
 def _nodes(value: Any) -> Any:
-    """One number stands for both bounds."""
+    """A single number is used for both bounds."""
     if type(value) is int and value < 1:
         raise ValueError(f"expected at least 1, got {value}")
     return {"min": value, "max": value} if type(value) is int else value
@@ -179,7 +179,7 @@ class TimeoutsSection(Section):
 
 
 def _command_only(value: Any) -> Any:
-    """A command alone stands for the section."""
+    """A command alone is short for the section."""
     return value if isinstance(value, dict) else {"command": value}
 
 
@@ -226,7 +226,7 @@ class Job(Section):
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error; PyYAML would let the last one win in silence."""
+    """YAML in which giving a key twice is an error; PyYAML would silently use the last one."""
 
 
 def _unique_mapping(loader: _UniqueKeysLoader, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -120,7 +120,7 @@ def _fill_command(args: argparse.Namespace, given: Given) -> None:
 
 
 def _node_rank(given: Given) -> int | None:
-    """The place in the order of nodes that the user asked for, if any."""
+    """The rank in the order of nodes that the user asked for, if any."""
     if given.line.given("node_rank"):
         return int(given.line.args.node_rank)
     text = given.rdzv_conf.get("node_rank", given.rdzv_conf.get("rank"))
@@ -170,7 +170,7 @@ def _allowed(given: Given) -> tuple[ParallelConfig, ...] | None:
 
 
 def _check_configs(given: Given, settings: JobSettings) -> None:
-    """The file was checked by itself; here its configs meet the options that were given over it."""
+    """Check the configs again with the options that were given in addition to the job file."""
     named = [(given.source("allowed", "parallel.allowed"), config) for config in settings.allowed or ()]
     if settings.parallel is not None:
         named.append((given.source("parallel", "parallel.initial"), settings.parallel))

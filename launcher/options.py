@@ -1,4 +1,4 @@
-"""What can be typed after ``etc-run``: torchrun's own parser, plus a few options, and which of them were given."""
+"""The options of ``etc-run``: torchrun's own parser plus a few options, and which of them were given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etc_agent.version import version
 
 ELASTIC_BACKEND = "etcd-v3"
 
-# Option -> the variable that stands in for it. Passwords come from a file or from ETC_PASSWORD, never from an option.
+# Option -> the variable that can be set instead. Passwords come from a file or from ETC_PASSWORD, never from an option.
 _VARIABLES = {
     "config": "ETC_CONFIG",
     "parallel": "ETC_PARALLEL",
@@ -73,10 +73,10 @@ class CommandLine:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes a word for a shortened option of torchrun only where it can be no other.
+    """Accepts an abbreviated option of torchrun only if it is unambiguous.
 
-    argparse looks at the words behind the training script, too, and refuses one that could be short for two options:
-    under it, ``train.py --m 1`` is no command line. Options that torchrun does not have are never shortened.
+    argparse also looks at words after the training script, and refuses one that could abbreviate two options: with it,
+    ``train.py --m 1`` would be an error. Options that torchrun does not have cannot be abbreviated.
     """
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("elastic jobs")
     for name, variable in _VARIABLES.items():
         metavar, text = _HELP[name]
-        # A percent sign in a value must not reach argparse's formatting, so defaults are not part of the help.
+        # Defaults are not part of the help: a percent sign in a value would break argparse's formatting.
         group.add_argument(
             f"--{name.replace('_', '-')}", f"--{name}", default=_environment(variable), metavar=metavar,
             help=f"{text} [{variable}]",
@@ -119,7 +119,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         SystemExit: as torchrun's parser does, with its message and code.
     """
     parser = build_parser()
-    # argparse leaves alone what a namespace already has, so what still holds the marker afterwards was not typed.
+    # argparse does not overwrite what a namespace already has, so names that still have the marker were typed nowhere.
     names = _names(parser)
     marker = object()
     marked = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(names, marker)))
@@ -133,8 +133,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def command_line_of(args: argparse.Namespace) -> CommandLine:
-    """What a program has in place of a command line: arguments as this parser, or torchrun's own, has read them. Those
-    that are not as they would be by default count as typed."""
+    """The command line that is equivalent to arguments which this parser, or torchrun's own, has read for a program.
+    Values that differ from the defaults count as typed."""
     parser = build_parser()
     whole = argparse.Namespace(**{**vars(parser.parse_args(["x"])), **vars(args)})
     typed = {
@@ -159,7 +159,7 @@ def _from_environment(parser: argparse.ArgumentParser, typed: Mapping[str, str])
 
 
 def _environment(variable: str) -> str | None:
-    """A worker finds its job's config in ETC_PARALLEL, which is not meant for an etc-run that the worker starts."""
+    """ETC_PARALLEL is set for workers to tell their job's config; an etc-run that a worker starts must not read it."""
     if variable == PARALLEL_VARIABLE and SOCKET_VARIABLE in os.environ:
         return None
     return os.environ.get(variable) or None

@@ -1,4 +1,4 @@
-"""``etc-ctl plan``: what a change of size would do, on paper. Needs no cluster."""
+"""``etc-ctl plan``: what a change of size would move, computed without a cluster."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _print(result: PlanSummary, *, least: str, forwarding: bool) -> None:
 
 
 def _node_table(result: PlanSummary) -> Table:
-    """Who is where, what stays, what crosses the node's links; where the plan is written out, by its transfers."""
+    """Per node: its ranks, bytes kept, and bytes over its links; by transfers where the plan is written out."""
     written = result.traffic is not None
     table = Table("node", "before", "after", "kept", "received", *(["out", "in", "peak"] if written else []), box=None)
     for index, node in enumerate(result.topology.nodes):

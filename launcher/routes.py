@@ -1,4 +1,4 @@
-"""Who runs the job that was typed, and running it.
+"""Which launcher runs the job that was typed (etc-run's agent or torchrun), and running it.
 
 With ``--standalone``, etcd servers or ``--rdzv-backend=etcd-v3`` our agent runs the job. Everything else goes to
 torchrun's own code, untouched.
@@ -74,7 +74,7 @@ def choose(line: CommandLine) -> JobSettings | argparse.Namespace:
 
 
 def _refuse_our_options(line: CommandLine) -> None:
-    """Options that torchrun does not know would be ignored in silence."""
+    """Refuse options that torchrun does not know, since it would silently ignore them."""
     ours = line.our_options_typed or [name for name in (line.given("config"),) if name]
     if ours:
         raise EtcError(
@@ -109,7 +109,7 @@ def run_command_line(argv: Sequence[str]) -> int:
 
 
 def hide_password() -> None:
-    """The agent hands its environment down to the workers, who have no business with etcd."""
+    """Remove the password from the environment, which the workers inherit."""
     os.environ.pop("ETC_PASSWORD", None)
 
 

@@ -1,4 +1,4 @@
-"""What torchrun's own code makes of its arguments, with each of its complaints as one line that names its source."""
+"""torchrun's own interpretation of its arguments; each of its errors becomes one line that names its source."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def launch_config(args: argparse.Namespace, source: Callable[[str], str]) -> Com
 
 
 def discard(config: LaunchConfig) -> None:
-    """Undo what making `config` has left in the file system: torchrun's temporary log folder."""
+    """Remove what creating `config` has left in the file system: torchrun's temporary log folder."""
     if isinstance(config.logs_specs, DefaultLogsSpecs):
         remove_empty_logs(config.logs_specs)
 

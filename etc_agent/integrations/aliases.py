@@ -1,4 +1,5 @@
-"""Tensors of a state that are views of another tensor of it: their bytes are state once, and they stay views."""
+"""Aliases: tensors of a state that are views of another tensor of it. Their bytes are carried once, and they stay
+views."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Alias]:
-    """Those of the named tensors that are views of another one; of several that are the same bytes, all but the first.
+    """The named tensors that are views of another one; if several are the same bytes, all but the first.
 
     Raises:
         EtcError: two of them overlap, and neither is a contiguous tensor that holds the other.
@@ -62,7 +63,7 @@ def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Alias]:
 
 
 def view_of_owner(alias: Alias, owner: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that is to `owner`, plain too, what `alias` was to its own."""
+    """A view of the plain tensor `owner` that has the same position and shape as `alias` had in its own owner."""
     like = local_tensor(alias.tensor)
     start = owner.storage_offset() * owner.element_size() + alias.start_bytes
     empty = torch.empty(0, dtype=like.dtype, device=owner.device)
@@ -80,7 +81,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """From the first to behind the last byte, in its storage."""
+    """The first byte and the byte after the last, as positions in its storage."""
     local = local_tensor(tensor)
     first = int(local.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True)) + 1

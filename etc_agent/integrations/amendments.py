@@ -1,8 +1,8 @@
-"""What a script has changed of what `build` made: parameters that it froze or unfroze, modules that it put into
+"""Amendments: what a script has changed since `build`: parameters that it froze or unfroze, modules that it put into
 evaluation mode, parameter groups that it added to the optimizer.
 
-`build` knows nothing of this when it makes the next generation. So each worker says what it finds changed, by the names
-of the unsharded model, and every worker of the next generation changes what `build` has made in the same way.
+`build` does not know of these changes when it makes the next generation. So each worker states what it finds changed,
+by names of the unsharded model, and every worker of the next generation repeats the changes on what `build` has made.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What `build` made, as far as scripts change it later. `numbers`: ``module.attribute`` -> a plain number."""
+    """What `build` made, as far as scripts may change it. `numbers`: ``module.attribute`` -> a plain number."""
 
     flags: Flags
     numbers: dict[str, float]
@@ -62,8 +62,8 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Amendments:
-    """The difference between a state and what `build` made. `trainable`, `with_state` and `training` have only what was
-    changed, as it is now; `added_groups` the names in each parameter group that was added."""
+    """The difference between a state and what `build` made. `trainable`, `with_state` and `training` contain only
+    entries that changed, with the present value; `added_groups` the names in each parameter group that was added."""
 
     trainable: dict[str, bool] = field(default_factory=dict)
     with_state: dict[str, bool] = field(default_factory=dict)
@@ -88,14 +88,14 @@ class Amendments:
             )
         return cls(
             trainable=_changed(built.trainable, now.trainable),
-            # Of a group that was added all is new.
+            # Everything in an added group is new.
             with_state=_changed(built.with_state, now.with_state),
             training=_changed(built.training, now.training),
             added_groups=now.groups[len(built.groups) :],
         )
 
     def check_same(self, now: Amendments) -> None:
-        """Check that nothing was changed between the preparation of a change, with these, and `now`.
+        """Check that nothing has changed since the change was prepared with these amendments.
 
         Raises:
             EtcError: something was; the message names it.
@@ -113,7 +113,7 @@ class Amendments:
 
     @classmethod
     def merged(cls, said: Sequence[Mapping[str, Any]]) -> Self:
-        """What all workers of the previous generation have changed; `said` has each one's `to_json`.
+        """The amendments of all workers of the previous generation; `said` has each one's `to_json`.
 
         Raises:
             EtcError: two workers contradict each other.
@@ -132,7 +132,7 @@ class Amendments:
         )
 
     def apply(self, state: TrainState) -> None:
-        """Change in the same way what `build` has made for another generation, which is on the meta device.
+        """Repeat the changes on what `build` has made for another generation, which is on the meta device.
 
         Raises:
             EtcError: the optimizer does not take the groups, or its state cannot be prepared.
@@ -158,12 +158,12 @@ class Amendments:
         return {*flags, *((name, index) for index, names in enumerate(self.added_groups) for name in names)}
 
     def names(self) -> set[str]:
-        """The parameters that are concerned."""
+        """The parameters that were changed."""
         return {*self.trainable, *self.with_state, *(name for group in self.added_groups for name in group)}
 
 
 def changed_plain_numbers(state: TrainState) -> dict[str, tuple[float | None, float]]:
-    """``module.attribute`` -> (what `build` gave or None, now), where a plain Python number is another one by now."""
+    """``module.attribute`` -> (value after `build` or None, value now), for plain Python numbers that have changed."""
     if state.as_built is None:
         return {}
     before = state.as_built.numbers
@@ -179,7 +179,7 @@ def _has_state(state: TrainState, param: torch.Tensor) -> bool:
 
 
 def _plain_numbers(state: TrainState) -> dict[str, float]:
-    """Attributes of modules and of the optimizer; what PyTorch itself keeps there is private, or `training`."""
+    """Numeric attributes of modules and of the optimizer; PyTorch's own are private, or `training`."""
     holders: list[tuple[str, Any]] = [
         (f"model.{name}" if name else "model", module) for name, module in state.model.named_modules()
     ]

@@ -1,7 +1,7 @@
-"""Optimizer state whose first values are the optimizer's own affair: copies of the weights, sums of the first gradient.
+"""Optimizer state whose first values only the optimizer knows: copies of the weights, sums of the first gradient.
 
-Such state exists before the first step so that an `init` can load a checkpoint into it. What `init` did not write goes
-again, and the optimizer makes it in its first step as it always does.
+Such state exists before the first step so that an `init` can load a checkpoint into it. What `init` did not write is
+removed again, and the optimizer creates it in its first step as usual.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Entries:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerEntries:
-    """Of the parameters whose first state is not known, by name."""
+    """The optimizer entries of parameters whose first state is not known, by name."""
 
     optimizer: Optimizer | None
     entries: dict[str, _Entries]

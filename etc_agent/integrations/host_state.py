@@ -1,4 +1,4 @@
-"""What a training state holds beside tensors: schedule, scaler, hyperparameters, extras; and random streams."""
+"""The parts of a training state that are not tensors: schedule, scaler, hyperparameters, extras; and random streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etc_agent.integrations.json_values import Json, decode, encode
 from etc_agent.integrations.train_state import Stateful, TrainState
 
 _OF_PARAMETERS: Final = ("params", "param_names")
-"""What a parameter group has of its parameters, which are others on another pipeline stage."""
+"""The entries of a parameter group that list its parameters, which differ between pipeline stages."""
 
 
 def host_state(state: TrainState) -> dict[str, Json]:
@@ -60,7 +60,7 @@ def load_host_state(state: TrainState, value: dict[str, Json]) -> None:
     for key, value in carried["optimizer"].items():
         assert state.optimizer is not None
         state.optimizer.state[key] = value
-    # Last: loading a scheduler may write learning rates, and the carried ones are the truth.
+    # Last: loading a scheduler may overwrite learning rates, and the carried ones are the right ones.
     for group, hyperparameters in zip(groups, carried["param_groups"], strict=True):
         for key, hyperparameter in hyperparameters.items():
             _set(group, key, hyperparameter)
@@ -99,7 +99,7 @@ def set_rng_state(device: torch.device, value: torch.Tensor) -> None:
 
 
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """Tensor hyperparameters (a capturable learning rate) keep their identity: compiled steps refer to them."""
+    """Tensor hyperparameters (a capturable learning rate) keep their identity, since compiled steps refer to them."""
     if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
         group[key].copy_(value)
     else:

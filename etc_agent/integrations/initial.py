@@ -1,8 +1,8 @@
 """The values that a job starts with: from the script's `init`, or from the modules' own constructors.
 
 `build` runs on the meta device, so whatever a module's ``__init__`` computes (norm weights of 1, a rotary embedding's
-frequencies) is lost. Each tensor of the model therefore begins filled with a mark that no computation yields, and a job
-in which one still carries it after `init` does not start.
+frequencies) is lost. Therefore each tensor of the model is first filled with a mark, a value that no computation
+yields, and a job in which a tensor still contains it after `init` does not start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Memory without a value: filled with a mark that no computation yields, so that what nobody wrote can be found."""
+"""Marks: memory without a value is filled with a bit pattern that no computation yields, so that it can be
+recognised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From meta tensors to real ones, in place."""
+"""Replaces meta tensors by real ones, in place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def materialise(state: TrainState, provide: Provide) -> None:
     for module in recurrent:
         forget_weights(module)
     for name, alias in aliases.items():
-        # What autograd knows as a view holds on to its owner.
+        # A view that autograd knows keeps its owner alive.
         _replace(name, alias.tensor, local_tensor(alias.tensor))
     for name, tensor in tensors.items():
         if tensor.device.type == "meta" and name not in aliases:

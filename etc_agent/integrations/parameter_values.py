@@ -1,4 +1,4 @@
-"""Optimizer state that is no tensor: the Python numbers and strings that some optimizers keep for each parameter."""
+"""Optimizer state that is not tensors: the Python numbers and strings that some optimizers keep for each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What state an optimizer gives a parameter: learned by letting it step over a stand-in of that parameter.
+"""The state that an optimizer creates for a parameter, found out by letting it step over a stand-in of that parameter.
 
 The real optimizer and its parameters are not touched, nor is anything process-wide (generators, default device, default
 dtype), so this can run beside training.
@@ -42,7 +42,7 @@ def structure_of(optimizer: Optimizer, group: dict[str, Any], local: torch.Tenso
     """
     probe = step_over(optimizer, group, torch.empty_like(local, device="meta"))
     if probe.error is not None:
-        # Some (ASGD, Adafactor) read a norm back to the host, which only a real tensor has.
+        # Some optimizers (ASGD, Adafactor) read a norm back to the host, which needs a real tensor.
         probe = step_over(optimizer, group, torch.zeros(local.shape, dtype=local.dtype, device="cpu"))
         _raise(optimizer, probe)
     return {key: _kind_of(probe.first[key], value) for key, value in probe.last.items()}
@@ -95,7 +95,7 @@ def step_over(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor, 
             probe.param_groups[0][option] = False
     for key, value in group.items():
         if isinstance(value, torch.Tensor):
-            # A step may write to it, or read it back to the host, which a meta tensor has not.
+            # A step may write to it, or read it back to the host, which is impossible for a meta tensor.
             probe.param_groups[0][key] = 1e-3 if value.device.type == "meta" else value.item()
     without_step_hooks(probe)
     # The class's step: a scheduler replaces the instance's own by one that is bound to the real optimizer.

@@ -33,7 +33,7 @@ def shards_of(state: TrainState) -> dict[Shard, torch.Tensor]:
 
 
 def held_shards(state: TrainState) -> dict[Shard, torch.Tensor]:
-    """`shards_of`, with the views of others too: what a worker can send, whatever the next generation asks for."""
+    """`shards_of`, including views of other tensors: everything that a worker can send to the next generation."""
     return {shard_of(name, tensor): local_tensor(tensor) for name, tensor in all_tensors(state).items()}
 
 
@@ -96,7 +96,8 @@ def shard_of(name: str, tensor: torch.Tensor) -> Shard:
 
 
 def _check_box(name: str, value: torch.Tensor, param: torch.Tensor) -> None:
-    """A plain tensor beside a sharded parameter is a replica only where it cannot depend on the sharding."""
+    """Check a plain tensor beside a sharded parameter: it is a replica only if its values cannot depend on the
+    sharding."""
     if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.dim() > 0:
         sharded = any(not placement.is_replicate() for placement in param.placements)
         if sharded:

@@ -1,4 +1,4 @@
-"""Assignment of many alike things: Hungarian where small, a transportation problem between classes where large."""
+"""Assignment of rows to columns: the Hungarian method for small problems, transport between classes for large ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from scipy.optimize import linear_sum_assignment, linprog
 from scipy.sparse import coo_matrix
 
 _DENSE = 400
-"""Rows up to which the assignment is solved row by row."""
+"""Up to this many rows the assignment is solved row by row."""
 _ALIKE = 16
-"""So much fewer must the pairs of classes be than those of rows and columns for classes to be worth it."""
+"""Classes are used only if there are this many times fewer pairs of classes than pairs of rows and columns."""
 
 
 def assign_rows(
     value: NDArray[np.float64], row_class: NDArray[np.intp], column_class: NDArray[np.intp]
 ) -> NDArray[np.intp]:
-    """The column of each row in an assignment of most value; -1 for rows left over where columns are fewer.
+    """The column of each row in the assignment with the highest value; -1 for rows left over where columns are fewer.
 
     `value`: (row classes, column classes). `row_class`: (rows,). `column_class`: (columns,). Rows of one class get
     their columns in ascending order.
@@ -48,7 +48,7 @@ def _hungarian(value: NDArray[np.float64]) -> NDArray[np.intp]:
 def _transport(
     value: NDArray[np.float64], supply: NDArray[np.intp], demand: NDArray[np.intp]
 ) -> NDArray[np.intp]:
-    """Whole flows (row classes, column classes) of most value; as much flows as the smaller side has."""
+    """Integer flows (row classes, column classes) with the highest value; the total is the size of the smaller side."""
     unit = reduce(gcd, (int(count) for count in (*supply, *demand) if count), 0)
     supply, demand = supply // unit, demand // unit
     if min(supply.sum(), demand.sum()) <= _DENSE:

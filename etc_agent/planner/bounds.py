@@ -1,4 +1,5 @@
-"""Times that no placement can beat, from what rows (ranks, or whole tp groups) lack in each bin (a port's slots)."""
+"""Lower bounds on the migration time, from what rows (ranks or whole tp groups) lack in each bin (the slots of a
+port)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 _MAX_MATCHED = 1 << 18
-"""Entries (row, place) up to which a bottleneck assignment is solved."""
+"""Up to this many (row, place) entries a bottleneck assignment is solved."""
 
 
 def receiving_bound(times: NDArray[np.float64], count: NDArray[np.intp], room: NDArray[np.intp]) -> float:
@@ -23,7 +24,7 @@ def receiving_bound(times: NDArray[np.float64], count: NDArray[np.intp], room: N
 
 
 def _crowded(times: NDArray[np.float64], count: NDArray[np.intp], room: NDArray[np.intp]) -> float:
-    """Bins that are alike share the rows for which there is no room in all others; one of them takes its part."""
+    """Equal bins share the rows for which the other bins have no room; at least one of them takes its share."""
     columns, kind_of_bin = np.unique(times, axis=1, return_inverse=True)
     num_bins = np.bincount(kind_of_bin)
     rooms = np.bincount(kind_of_bin, room).astype(np.intp)
@@ -38,7 +39,7 @@ def _crowded(times: NDArray[np.float64], count: NDArray[np.intp], room: NDArray[
 
 
 def _matched(times: NDArray[np.float64], count: NDArray[np.intp], room: NDArray[np.intp]) -> float:
-    """The least t with an assignment of every row to a place where it takes at most t (bottleneck assignment)."""
+    """The smallest t with an assignment of every row to a place where it costs at most t (bottleneck assignment)."""
     least = float(times.min(axis=1).max())
     if int(count.sum()) * int(room.sum()) > _MAX_MATCHED:
         return least

@@ -1,4 +1,4 @@
-"""Cells: the parts of a tensor between all cuts that tensor parallelism makes, before and after."""
+"""Cells: the parts into which a tensor is divided by all cuts of tensor parallelism, before and after a change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Parts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """[start, end) along the dim that tp cuts, held by the tp parts `before` and needed by the parts `after`.
+    """[start, end) along the dim that tp cuts; held by the tp parts `before` and needed by the tp parts `after`.
 
     A tensor that tp does not cut has one cell, [0, 1).
     """

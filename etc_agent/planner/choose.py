@@ -1,4 +1,4 @@
-"""Which parallel config a job takes on a given number of slots."""
+"""Chooses the parallel config for a given number of slots."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etc_agent.planner.errors import PlanError
 _MAX_REASONS = 4
 
 Feasible = Callable[[ParallelConfig], str | None]
-"""None where the job can run so, else why not, in one line."""
+"""Returns None if the job can run under the config, else the reason in one line."""
 
 
 class NoConfigError(PlanError):
@@ -26,9 +26,9 @@ def choose_config(
 ) -> ParallelConfig:
     """The feasible config with the most ranks that `num_slots` slots can take.
 
-    `allowed`: the only configs to consider; None for every one. Among those of equal size: the current tp and then the
-    current pp (least of the model moves); without a current config the most dp, then the least pp; what remains equal
-    goes to the first in `allowed`.
+    `allowed`: the only configs to consider; None for all. Among configs of equal size, those with the current tp come
+    first, then those with the current pp (the least of the model moves); without a current config those with the most
+    dp, then the least pp; then those first in `allowed`.
 
     Raises:
         NoConfigError: none fits.
@@ -66,7 +66,7 @@ def _first_feasible(
     feasible: Feasible,
     refused: list[str],
 ) -> ParallelConfig | None:
-    """The best feasible config of one size; why the others are not is added to `refused`."""
+    """The best feasible config of one size; the reasons against others are added to `refused`."""
     options = every_config(num_ranks) if allowed is None else [each for each in allowed if each.num_ranks == num_ranks]
     for config in sorted(options, key=_order(current)):
         reason = feasible(config)

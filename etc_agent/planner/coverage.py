@@ -1,7 +1,7 @@
-"""Who has what, who needs what: the geometry of a migration, one pattern for all tensors that are cut alike.
+"""Coverage: which worker holds and which needs each part of the state; one pattern for all tensors that are cut alike.
 
-The layers of a model repeat, and so do the shapes and owners of their shards. The box algebra is done once per
-distinct (shape, previous owners, current owners), which makes a plan's cost nearly that of writing it down.
+A model's layers repeat, and so do the shapes and owners of their shards. The box algebra is done once per distinct
+(shape, previous owners, current owners), so that making a plan costs little more than writing it down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etc_agent.state.layout import LogicalTensor, Manifest
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """`worker` holds `box` of its new shard `target_box` already, in its old shard `source_box`."""
+    """`worker` already holds `box` of its new shard `target_box`, in its old shard `source_box`."""
 
     worker: int
     box: Box
@@ -27,7 +27,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """`target` lacks `box` of its new shard `target_box`; ``holders[i]`` can send it out of ``source_boxes[i]``."""
+    """`target` lacks `box` of its new shard `target_box`; ``holders[i]`` can send it from ``source_boxes[i]``."""
 
     target: int
     box: Box
@@ -41,13 +41,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What happens to every tensor of one shape with the same owners. The boxes cover each new shard exactly once."""
+    """What happens to every tensor of one shape and with the same owners. The boxes cover each new shard exactly
+    once."""
 
     kept: tuple[Kept, ...]
     needs: tuple[Need, ...]
 
     def canonical(self) -> str:
-        """The same text for the same pattern, everywhere."""
+        """A text that is equal for equal patterns, in every process."""
         kept = [(k.worker, _plain(k.box), _plain(k.source_box), _plain(k.target_box)) for k in self.kept]
         needs = [
             (n.target, _plain(n.box), _plain(n.target_box), n.holders, [_plain(box) for box in n.source_boxes])
@@ -75,7 +76,7 @@ class Coverage:
 
 
 def find_coverage(previous: Sequence[Manifest], current: Sequence[Manifest]) -> Coverage:
-    """Match the current manifests against the previous ones; entry i of both is worker i's.
+    """Compare the current manifests with the previous ones; entry i of both is worker i's.
 
     Raises:
         MissingSourceError: a needed box is held by nobody.
@@ -168,7 +169,7 @@ def _match(have: _Owners, need: _Owners) -> Pattern:
 
 
 def _take(missing: Iterable[Box], source: Box) -> tuple[list[Box], list[Box]]:
-    """What `source` holds of `missing`, and what is missing still."""
+    """The part of `missing` that `source` holds, and the rest."""
     taken: list[Box] = []
     rest: list[Box] = []
     for box in missing:
@@ -182,7 +183,7 @@ def _take(missing: Iterable[Box], source: Box) -> tuple[list[Box], list[Box]]:
 
 
 def _refine(boxes: Sequence[Box], sources: Sequence[Box]) -> list[tuple[Box, tuple[Box, ...]]]:
-    """Cut `boxes` where sources begin and end inside them: each piece with all the sources that contain it."""
+    """Cut `boxes` at the borders of the sources inside them: each piece with all the sources that contain it."""
     pieces: list[tuple[Box, tuple[Box, ...]]] = [(box, ()) for box in boxes]
     for source in sources:
         cut: list[tuple[Box, tuple[Box, ...]]] = []
@@ -198,7 +199,7 @@ def _refine(boxes: Sequence[Box], sources: Sequence[Box]) -> list[tuple[Box, tup
 
 
 def _check(owners: _Owners) -> None:
-    """Raises PlanError where a box is not inside the tensor, or two boxes of one worker overlap."""
+    """Raise PlanError if a box is not inside the tensor, or if two boxes of one worker overlap."""
     tensor = owners.tensor
     for box in owners.boxes:
         if len(box.offset) != len(tensor.shape) or len(box.shape) != len(tensor.shape):

@@ -1,4 +1,4 @@
-"""What the planner refuses, and why."""
+"""The planner's errors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The best placement of a small job, by integer programming: least time of the busiest port, then least bytes.
+"""The best placement of a small job by integer programming: least time of the busiest port, then least bytes.
 
-Min-sum is not time (the least bytes can have a slower bottleneck), and where replicas exist the sources are part of the
-decision. Both are linear: x[i, s] places rank i on slot s, f[q, p] is what port p sends of the parts q that leave
-through the same ports, and T bounds every port's time.
+The least bytes do not imply the least time, since the busiest port counts; and where replicas exist, the choice of
+sources is part of the problem. Both are linear: x[i, s] places rank i on slot s, f[q, p] is what port p sends of the
+parts q that can leave through the same ports, and T bounds every port's time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix, csr_matrix, vstack
 
 MAX_VARIABLES = 160
-"""Ranks x slots up to which a placement is solved exactly."""
+"""Up to this many ranks x slots a placement is solved exactly."""
 _NODE_LIMIT = 4000
-"""Branch-and-bound nodes: a limit on work that, unlike one on time, gives the same answer everywhere."""
+"""Branch-and-bound nodes. A limit on work gives the same answer everywhere, unlike a limit on time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class SmallProblem:
     preference: NDArray[np.float64]
 
     def solve(self, *, least: str) -> NDArray[np.intp] | None:
-        """Rank -> slot; None where none was found within the limit of work. `least`: ``time`` or ``bytes``."""
+        """Rank -> slot; None if none was found within the limit. `least`: minimise ``time`` or ``bytes``."""
         ranks, slots = np.nonzero(self.allowed)
         scale = max(float(self.bytes_all.max()), 1.0)
         if least == "bytes":

@@ -1,9 +1,9 @@
-"""ZeRO-1: who holds what of the flat buffers that split optimizer state over the replicas.
+"""ZeRO-1: which ranks hold which parts of the flat buffers that split optimizer state over the replicas.
 
-Each (stage, tp part) lays its boxes end to end in a flat buffer, and every replica holds one range of it. Seen from a
-cell (`etc_agent.planner.cells`), walking it row by row only ever goes forward in each of these buffers, so the
-range of a replica is one interval of the cell. The intervals between the cuts of all buffers that hold the cell are the
-atoms: about as many as there are ranks and cells together, and no rank's boxes are listed.
+Each (stage, tp part) stores its boxes one after the other in a flat buffer, and every replica holds one range of it.
+Within a cell (`etc_agent.planner.cells`), row-major order advances monotonically through each of these buffers, so a
+replica's range is one interval of the cell. The intervals between the borders in all buffers that contain the cell are
+the atoms: about as many as there are ranks and cells together, and no rank's boxes have to be listed.
 """
 
 from __future__ import annotations

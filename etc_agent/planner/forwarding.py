@@ -1,9 +1,9 @@
-"""Sources when several workers need the same: receivers pass on what they have received.
+"""Sources when several workers need the same box: receivers forward what they have received.
 
 When dp grows by k replicas, a plan without forwarding sends every box k times from the old holders. Here each box is
-cut into chunks, and every chunk travels along a tree: the first receiver (another one for each chunk) takes it from a
-holder, each later one from whoever has the chunk and has sent least. With one holder that is a pipelined chain per
-chunk with rotated starts, which is scatter-allgather: nobody sends much more than one copy.
+cut into chunks, and each chunk travels along a tree: the first receiver (a different one for each chunk) gets it from a
+holder, each later one from the worker that has the chunk and has sent least. With one holder that is a pipelined chain
+per chunk with rotated starts, that is scatter-allgather: no worker sends much more than one copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor
 
 CHUNK_BYTES = 1 << 20
-"""Needs below this are not cut for the sake of balance: another message would cost more than it gains."""
+"""Smaller needs are not cut to balance the load: a further message would cost more than it saves."""
 
 
 def forward(coverage: Coverage, round_bytes: int, links: Links) -> list[Transfer]:

@@ -1,8 +1,8 @@
 """Two layouts as sets of atoms: the form in which costs, placements and link loads are computed.
 
-An *atom* is the largest part of the state that every previous worker and every current rank holds or needs either
-wholly or not at all. All layers that share owners fall into one atom, so there are few of them, whatever the size of
-the model: bytes common to a rank and a worker are a sparse matrix product, and what a node holds is a union of rows.
+An *atom* is the largest part of the state that every previous worker holds, and every current rank needs, either
+completely or not at all. All layers with the same owners form one atom, so there are few atoms whatever the model's
+size: the bytes common to a rank and a worker are a sparse matrix product, and what a node holds is a union of rows.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _owners(previous: Layout, current: Layout) -> dict[str, tuple[LogicalTensor,
 
 
 def _cells(owned: Sequence[_Owned]) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], int]]:
-    """((workers that hold it, ranks that need it), elements) of every cell between the cuts of all boxes."""
+    """((workers that hold it, ranks that need it), elements) of every cell between the borders of all boxes."""
     owned = [entry for entry in owned if entry[2].num_elements]
     if not owned:
         return []

@@ -1,8 +1,9 @@
-"""The complete instructions of one worker of a very large job, without computing anybody else's.
+"""The instructions of one worker of a very large job, without computing those of the others.
 
-Every worker applies the same rule, so that what one sends is what the other expects. For each part of a tensor with the
-same holders and the same receivers: receivers with a holder on their node take it from there; the demand of the others,
-laid end to end, is cut into equal shares, one per holder. All holders send equally much, and no list is exchanged.
+Every worker applies the same rule, so that each sends what the other expects. For each part of a tensor with the same
+holders and the same receivers: receivers that share a node with a holder get it from there. The demand of the others,
+laid end to end, is cut into equal shares, one per holder, so that all holders send the same amount and no list has to
+be exchanged.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ class _Share:
 
 
 class Instructor:
-    """Everything about a change of a model's generation that does not depend on which worker asks.
+    """Everything about a change of one model that does not depend on which worker asks.
 
     Workers are numbered as in `etc_agent.planner.plan`: previous ranks first, then those who join, by current rank.
 
     Raises:
         PlanError: two models, or one with ZeRO-1 (its flat ranges need the real manifests: `make_plan`).
-    """
+    PlanError: the models differ, or use ZeRO-1 (its flat ranges need the real manifests: `make_plan`).
+"""
 
     def __init__(
         self, previous: Sharding, current: Sharding, previous_placement: Placement, placement: Placement
@@ -155,7 +157,7 @@ class Instructor:
 
 
 def _far(worker: int, holders: NDArray[np.int64], lacking: NDArray[np.int64]) -> Iterator[_Share]:
-    """Receiver x wants [x * H, (x + 1) * H), holder k gives [k * R, (k + 1) * R), on a line of R * H."""
+    """On a line of R * H units, receiver x takes [x * H, (x + 1) * H) and holder k sends [k * R, (k + 1) * R)."""
     num_holders, num_lacking = len(holders), len(lacking)
     if not num_lacking:
         return

@@ -1,9 +1,9 @@
-"""What a placement asks of the network: bytes in and out of every port, and the time of the busiest one.
+"""The network load of a placement: bytes in and out of every port, and the time of the busiest one.
 
-A *port* is what bytes between nodes pass through: all NICs of a node together where its slots share them, else one NIC.
-Bytes between slots of one node pass no port. Ports are full duplex. Where several workers hold what is needed, the
-sending is spread over their ports so that the busiest is as free as can be (water filling: for divisible loads and
-concave capacities, the least sum of squares is also the least maximum).
+A *port* is what bytes between nodes pass through: all NICs of a node together if its slots share them, else one NIC.
+Bytes between slots of one node pass no port. Ports are full duplex. If several workers hold what is needed, the sending
+is spread over their ports so that the busiest one has as little as possible (water filling: for divisible loads and
+concave capacities, the smallest sum of squares also has the smallest maximum).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from etc_agent.parallel.topology import Node, Slot, Topology
 from etc_agent.planner.holdings import Holdings
 
 _MAX_SPREAD = 200_000
-"""Entries (needed part, possible port) up to which sending is balanced exactly; beyond, it is spread evenly."""
+"""Up to this many (needed part, possible port) entries sending is balanced exactly; beyond, it is spread evenly."""
 _MAX_DENSE = 1 << 18
-"""Entries up to which sets of atoms are kept as dense matrices: quicker than sparse ones for small jobs."""
+"""Up to this many entries sets of atoms are kept as dense matrices, which are faster than sparse ones for small
+jobs."""
 _SWEEPS = 60
 
 
@@ -94,7 +95,7 @@ class Loads:
 
     @property
     def seconds(self) -> float:
-        """The time of the busiest port, were it never idle."""
+        """The time of the busiest port if it is never idle."""
         if not len(self.sent):
             return 0.0
         return float((np.maximum(self.sent, self.received) / self.ports.bytes_per_s).max())
@@ -136,7 +137,7 @@ class Fabric:
         return cls(holdings, ports, names, nodes, held, holder_ports, np.diff(holder_ports.indptr), dense)
 
     def loads(self, placement: Sequence[Slot]) -> Loads:
-        """Bytes by port when current rank i goes to ``placement[i]``, from the best sources."""
+        """Bytes by port if current rank i is placed on ``placement[i]`` and the best sources are used."""
         index = {name: number for number, name in enumerate(self.node_names)}
         nodes = np.array([index[slot.node] for slot in placement], dtype=np.intp)
         return self.loads_at(nodes, np.array([self.ports.of[slot] for slot in placement], dtype=np.intp))
@@ -144,7 +145,7 @@ class Fabric:
     def loads_at(self, nodes: NDArray[np.intp], ports: NDArray[np.intp]) -> Loads:
         """The same from the numbers of each rank's node and port, (ranks,)."""
         holdings = self.holdings
-        # What a node holds already crosses no port.
+        # What a node already holds crosses no port.
         if self.dense is not None:
             lacking = self.dense[0] * self.dense[1][nodes]
             by_rank, counts = lacking @ holdings.atom_bytes, lacking.sum(axis=0)
@@ -179,7 +180,7 @@ class Fabric:
 def _fill(
     choices: Sequence[tuple[NDArray[np.int32], float]], fixed: NDArray[np.float64], speed: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Spread each (ports, bytes) over its ports: level it against all others in turn, until nothing changes."""
+    """Spread each (ports, bytes) over its ports: level each against all others in turn until nothing changes."""
     total = fixed.copy()
     flows = [np.zeros(len(where)) for where, _ in choices]
     for sweep in range(_SWEEPS):

@@ -1,10 +1,10 @@
-"""How much memory a plan takes on each worker, and rounds that stay within a budget.
+"""How much memory a plan uses on each worker, and rounds that stay within a budget.
 
-Two modes. ``keep``: old and new state exist together until the commit, so that an aborted migration costs nothing.
-``release``: a new shard is allocated in the round that first receives a part of it (local parts are copied into it at
-once), and an old shard is freed after the round with its last use. A new shard made of local parts alone is copied as
-soon as nothing more is sent out of the old ones, so that they can go. Shards referred to as a whole keep their storage.
-Buffers of the transport come on top: at most what one round sends and receives.
+Two modes. ``keep``: old and new state exist together until the commit, so that an aborted migration loses nothing.
+``release``: a new shard is allocated in the round that first receives a part of it (and local parts are copied into it
+then); an old shard is freed after the round with its last use. A new shard made of local parts only is copied as soon
+as the old shards are not sent from any more, so that these can be freed. Shards that are referred to as a whole keep
+their storage. Buffers of the transport come on top: at most what one round sends and receives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Key = tuple[int, str, Box]
 
 
 class _Ledger:
-    """The storage of all workers while rounds go by, in ``release`` mode."""
+    """The memory of all workers from round to round, in ``release`` mode."""
 
     def __init__(self, previous: Sequence[Manifest], current: Sequence[Manifest], refers: Sequence[Refer]) -> None:
         self.size: dict[_Key, int] = {}
@@ -57,7 +57,7 @@ class _Ledger:
         self._used: list[_Key] = []
 
     def expect(self, transfers: Sequence[Transfer]) -> None:
-        """Count the sends to come, and free what nobody will use."""
+        """Count the sends to come, and free shards that nobody will use."""
         for transfer in transfers:
             key = source_of(transfer)
             if key in self.uses and not transfer.forwarded:
@@ -72,15 +72,15 @@ class _Ledger:
             self._free(key)
 
     def need(self, transfer: Transfer) -> int:
-        """Bytes that its receiver has to allocate for it."""
+        """The bytes that the receiver of `transfer` has to allocate for it."""
         return self.unborn.get(target_of(transfer), 0)
 
     def source_need(self, transfer: Transfer) -> int:
-        """Bytes that its source has to allocate in the same round: copies for which it is the last send to wait for."""
+        """The bytes that its source has to allocate in the same round: local copies for which this is the last send."""
         return sum(self.unborn[key] for key in self._released_by(transfer))
 
     def add(self, transfer: Transfer) -> None:
-        """It takes part in the present round."""
+        """Add `transfer` to the present round."""
         self.allocate(target_of(transfer))
         if not transfer.forwarded:
             for target in self._released_by(transfer):
@@ -107,7 +107,7 @@ class _Ledger:
             self._used += self.copies.get(key, [])
 
     def copy_local(self, budget_bytes: float = inf) -> None:
-        """Make the new shards of local parts alone that wait for no send, one after the other, as far as they fit."""
+        """Copy the new shards of local parts only that wait for no send, one after the other, as far as they fit."""
         for target in dict.fromkeys(target for targets in self.local.values() for target in targets):
             size = self.unborn.get(target)
             if size is None or any(self.sends[source] for source in self.copies[target]):
@@ -126,7 +126,7 @@ class _Ledger:
         self._used.clear()
 
     def finish(self) -> None:
-        """What is left: new shards that are empty."""
+        """Add what is left: new shards that are empty."""
         for key in list(self.unborn):
             self.allocate(key)
             self.end_round()
@@ -137,12 +137,12 @@ class _Ledger:
 
 
 def source_of(transfer: Transfer) -> _Key:
-    """The old shard that it is cut out of."""
+    """The old shard that the transfer sends from."""
     return transfer.source, transfer.tensor.name, transfer.source_box
 
 
 def target_of(transfer: Transfer) -> _Key:
-    """The new shard that it is received into."""
+    """The new shard that the transfer is received into."""
     return transfer.target, transfer.tensor.name, transfer.target_box
 
 
@@ -182,7 +182,8 @@ def fit_rounds(
 ) -> tuple[tuple[Transfer, ...], ...]:
     """Rounds in ``release`` mode in which no worker ever holds more than `budget_bytes` of state.
 
-    Greedy: shards already begun first, then those that need least; the source with the fewest uses left first.
+    Greedy: first transfers into shards that are already allocated, then those that need least; the source with the
+    fewest uses left first.
 
     Raises:
         PlanError: no order was found; names the worker that is closest to its budget.

@@ -1,12 +1,14 @@
 """From the manifests of two generations to the complete migration plan.
 
-Every worker runs this on the same manifests and gets the same plan, bit for bit: nothing here depends on hash order,
-time or which worker asks. Three steps:
+Every worker runs this on the same manifests and gets exactly the same plan: nothing here depends on hash order, time or
+the worker that runs it. Three steps:
 
-1. *Coverage* (`etc_agent.planner.coverage`): what a worker holds itself is referred; every other part of its new shards
-   is a need with the live workers that hold all of it.
-2. *Sources*: each need gets one source, so that the busiest sender is as free as the replicas allow. A need with one
-   holder has no choice; those with several are cut into chunks, which go, the largest first, to the least busy holder.
+1. *Coverage* (`etc_agent.planner.coverage`): parts of a new shard that the worker holds itself are referred to; every
+other
+   part is a need, with the live workers that hold all of it.
+2. *Sources*: each need gets one source, so that the busiest sender has as little as the replicas allow. A need with one
+holder
+   has no choice; the others are cut into chunks, which are assigned, the largest first, to the least busy holder.
 3. *Rounds* (`etc_agent.planner.rounds`).
 """
 

@@ -1,7 +1,7 @@
-"""Holdings of two shardings of one model, without listing its tensors rank by rank.
+"""Holdings of two shardings of one model, without listing its tensors for every rank.
 
-Layers that have the same previous and current stage share their atoms, and so do tensors that are cut alike; what is
-left is a few thousand atoms for any number of ranks. What ZeRO-1 splits has about as many atoms as there are ranks.
+Layers with the same previous and current stage share their atoms, and so do tensors that are cut alike. That leaves a
+few thousand atoms for any number of ranks; for what ZeRO-1 splits there are about as many atoms as ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etc_agent.planner.holdings import Holdings
 from etc_agent.state.sharding import Sharding
 
 MAX_FLAT_RANKS = 4096
-"""Ranks up to which a placement with ZeRO-1 fits in memory: no two ranks are alike then."""
+"""Up to this many ranks a placement with ZeRO-1 fits in memory: with it no two ranks hold the same."""
 _Parts = tuple[int, ...]
 _Atom = tuple[_Parts, _Parts, _Parts, _Parts, int | None]
 """Previous stages and tp parts, current stages and tp parts, expert."""

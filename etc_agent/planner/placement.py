@@ -1,12 +1,12 @@
-"""Where virtual ranks go: the migration sketch and the placement in one decision.
+"""Where virtual ranks are placed: the migration sketch and the placement, decided together.
 
-Constraints first: excluded nodes are sources only, pinned ranks stay, every tp group is inside a node where one fits.
-With ``pack`` the fewest nodes are occupied. Then comes the time of the busiest port, then the bytes between nodes, all
-bytes, and the ranks that change place.
+Constraints come first: excluded nodes are sources only, pinned ranks stay, and every tp group is on one node if one has
+room for it. With ``pack`` the fewest nodes are used. Then are minimised, in this order: the time of the busiest port,
+the bytes between nodes, all bytes, and the number of ranks that change slots.
 
-The Hungarian method gives the placement of least bytes (tp groups to nodes, then ranks inside each node). It is taken
-where its bottleneck is provably the best; else small problems are solved exactly (`etc_agent.planner.exact`) and larger
-ones improved by exchanging groups of the busiest node.
+The Hungarian method gives the placement of least bytes (tp groups to nodes, then ranks inside each node). It is used if
+its bottleneck is provably the best; otherwise small problems are solved exactly (`etc_agent.planner.exact`), and larger
+ones are improved by exchanging groups of the busiest node.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ Least = Literal["time", "bytes"]
 
 _GOOD_ENOUGH = 1.0 + 1e-9
 MAX_ASSIGNED = 400
-"""Ranks up to which the least bytes are found rank by rank."""
+"""Up to this many ranks the least bytes are found rank by rank."""
 _BETWEEN_WEIGHTS = (1e-3, 1e-6)
-"""Worth of a byte kept on its node, to choose among placements that move equally little; the first that is safe."""
+"""Weight of a byte kept on its node, to choose among placements that move equally little; the first that is safe is
+used."""
 _MAX_TORN = 8
-"""Choices of which tp groups are torn, where some must be, that are all solved."""
+"""Where tp groups must be split, up to this many choices of which ones are all solved."""
 _MAX_WORK = 1000
-"""Ranks times exchanges tried for a problem too large to be solved exactly."""
+"""Ranks times exchanges tried for a problem that is too large to be solved exactly."""
 _MAX_IMPROVED = 256
-"""Ranks up to which exchanges are tried."""
+"""Up to this many ranks exchanges are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,10 @@ def place(
 ) -> Sketch:
     """Place the ranks of `current` on `slots`.
 
-    `previous` and `previous_placement`: what worker j holds and where it is; None where nothing is to be kept, then
-    ranks go to slots in node order. Workers that are lost have an empty manifest. `group_size`: tp, the number of
-    consecutive ranks that should share a node. `pinned`: rank -> slot. `pinned_nodes`: nodes that `pack` may not give
-    up. `excluded`: nodes that take no ranks (they are drained) and still are sources.
-
-    Raises:
+    `previous` and `previous_placement`: what worker j holds and where it is; None if nothing is to be kept, then ranks
+    are assigned to slots in node order. Workers that are lost have an empty manifest. `group_size`: tp, the number of
+    consecutive ranks that should share a node. `pinned`: rank -> slot. `pinned_nodes`: nodes that `pack` must keep.
+    `excluded`: nodes that take no ranks (they are drained) but still are sources.
         PlanError: too few slots, a pin that cannot be met, or layouts that contradict each other.
     """
     if previous is None or previous_placement is None:

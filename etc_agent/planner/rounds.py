@@ -13,10 +13,11 @@ def make_rounds(
 ) -> tuple[tuple[Transfer, ...], ...]:
     """Put each transfer into the earliest round in which both of its ends have room.
 
-    Per round a worker sends at most `round_bytes`, receives at most `round_bytes` and takes part in at most
-    `round_transfers` transfers. A transfer larger than `round_bytes` (one element can be) has a round's bytes to
-    itself. What a worker forwards goes in a later round than it came. All transfers of a round are posted before any is
-    waited for, and a worker's rounds follow each other in one order everywhere, so that no cycle of waits can form.
+    In one round a worker sends at most `round_bytes`, receives at most `round_bytes` and takes part in at most
+    `round_transfers` transfers. A transfer larger than `round_bytes` (a single element can be) is the only one of its
+    round in that direction. A worker forwards in a later round than it has received. All transfers of a round are
+    posted before any is waited for, and the rounds have the same order on every worker, so that no cycle of waits can
+    occur.
     """
     transfers = list(transfers)
     forwarding = any(transfer.forwarded for transfer in transfers)

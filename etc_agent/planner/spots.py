@@ -1,4 +1,4 @@
-"""Where ranks may go: available slots by node, tp groups that stay together, pins; and the assignments that obey."""
+"""The slots available to ranks, by node, with tp groups and pins; and assignments that obey these constraints."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from etc_agent.planner.assignment import assign_rows
 from etc_agent.planner.errors import PlanError
 
 LOCAL = 1 / 64
-"""Weight of a byte moved inside a node against one moved between nodes."""
+"""Weight of a byte moved inside a node, relative to one moved between nodes."""
 _MAX_SUBSETS = 64
-"""Node subsets that are all tried when packing; beyond that, nodes are given up one by one."""
+"""Up to this many subsets of nodes are all tried when packing; beyond that, nodes are dropped one by one."""
 _MANY = 1024
-"""Ranks up to which those that stay in place are preferred over their likes."""
+"""Up to this many ranks, a rank that can stay in place is preferred over other ranks that need the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class Keep:
 
 
 class Spots:
-    """The available slots, and what must hold wherever the ranks go.
+    """The available slots, and the constraints on any placement.
 
     Raises:
         PlanError: too few slots, or a pin that cannot be met.
@@ -91,7 +91,7 @@ class Spots:
         return tuple(self.slots[slot] for slot in chosen)
 
     def in_order(self) -> NDArray[np.intp]:
-        """Nothing to keep: ranks to slots in the order of the nodes, as far as groups and pins allow."""
+        """Nothing is kept: ranks to slots in node order, as far as groups and pins allow."""
         if not self.pinned:
             return self._fill()
         on_node = -np.arange(len(self.node_names), dtype=np.float64) * np.ones((self.num_ranks, 1))
@@ -129,7 +129,7 @@ class Spots:
         return tuple(map(int, np.flatnonzero(alive)))
 
     def _drop_nodes(self, keep: Keep, fewest: int, alive: NDArray[np.bool_]) -> None:
-        """Assign to all nodes that are `alive`; those without ranks go, and of the rest that is too many one half."""
+        """Assign to all nodes that are `alive`, then drop nodes without ranks, and half of those beyond the fewest."""
         kept = self._kept_by_node(keep, [int(node) for node in np.flatnonzero(alive)])
         too_many = int(alive.sum()) - fewest
         stay = fewest + min(too_many // 2, max(0, int((kept > 0).sum()) - fewest))
@@ -141,7 +141,7 @@ class Spots:
                 break
 
     def _kept_by_node(self, keep: Keep, nodes: list[int]) -> NDArray[np.float64]:
-        """Worth of each node, (nodes,): what it keeps, and a little for each rank, when `nodes` share the ranks."""
+        """The value of each node, (nodes,): what it keeps, and a little for each rank, if `nodes` share the ranks."""
         if self.group_size == 1:
             node_of_rank = self.node_of_slot[self._ranks_to_all(keep, nodes)]
         else:
@@ -151,7 +151,7 @@ class Spots:
         return np.bincount(node_of_rank[placed], worth, minlength=len(self.node_names)).astype(np.float64)
 
     def _suffices(self, nodes: Sequence[int]) -> bool:
-        """Whether all ranks fit on `nodes`, with no tp group torn that the whole cluster could keep whole."""
+        """Whether all ranks fit on `nodes` without splitting a tp group that the whole cluster could keep whole."""
         whole = self.capacity // self.group_size
         chosen = list(nodes)
         return (
@@ -161,7 +161,7 @@ class Spots:
         )
 
     def _some_suffice(self, count: int, alive: NDArray[np.bool_]) -> bool:
-        """Whether `count` of the nodes that are `alive` suffice: if any do, the largest do."""
+        """Whether some `count` of the `alive` nodes suffice: if any do, the largest do."""
         must = sorted(self.must_use)
         others = [int(node) for node in self.largest_first[alive[self.largest_first]] if int(node) not in must]
         return len(must) <= count and self._suffices([*must, *others[: count - len(must)]])

@@ -1,4 +1,4 @@
-"""Where other nodes reach this one, and listening there and nowhere else."""
+"""The address at which other nodes reach this one, and listening on that address only."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from etc_agent.rendezvous.etcd.transport import parse_endpoint
 
 LOOPBACK = "127.0.0.1"
 _OUTSIDE = ("198.51.100.1:9", "[2001:db8::1]:9")
-"""Addresses kept for documentation (RFC 5737, RFC 3849): the way there is the way out of this host."""
+"""Addresses reserved for documentation (RFC 5737, RFC 3849): the route to them is the route out of this host."""
 _BACKLOG = 4096
 
 
 def reachable_address(endpoints: Iterable[str]) -> str:
     """The address of the interface that leads to etcd at `endpoints`, since the other nodes reach etcd too.
 
-    Where that is this very host: the address that this host's name stands for, else that of the interface which leads
-    outside; loopback addresses come last. A name is never taken: others may not be able to resolve it.
+    If etcd runs on this host: the address that this host's name resolves to, else that of the interface which leads
+    outside; loopback addresses come last. A name is never returned, since other hosts may not be able to resolve it.
     """
     found = (address for address in _candidates(endpoints) if not _is_loopback(address))
     return next(found, LOOPBACK)
@@ -33,14 +33,14 @@ def _candidates(endpoints: Iterable[str]) -> Iterator[str]:
 
 
 def node_name(address: str) -> str:
-    """`address` as a node is called in etcd's keys, where not every character can be."""
+    """`address` as a node name for etcd keys, in which not every character is allowed."""
     name = re.sub(r"[^A-Za-z0-9._:@-]", "-", address)[:120]
     return name if name[:1].isalnum() else f"0{name}"  # an IPv6 address may begin with a zero as well
 
 
 def listen_at(host: str) -> socket.socket | None:
-    """A socket that listens on a free port of the address that `host` stands for; None where this host has no such
-    address (behind NAT, say), so that only listening everywhere will do."""
+    """A socket that listens on a free port of the address that `host` resolves to; None where this host does not have
+    that address (behind NAT, for example), so that the caller must listen on all addresses."""
     for family, address in _resolved(host):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:

@@ -1,4 +1,4 @@
-"""When something that etcd refused is tried again, and how often that is said. Pure: times are given."""
+"""When a request that etcd refused is tried again, and how often that is logged. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etc_agent.rendezvous.etcd.errors import EtcdError, EtcdUnavailable
 @dataclass(slots=True)
 class Attempts:
     """The attempts at one thing. `first_s`, `longest_s`: the wait after the first refusal, which doubles up to the
-    longest. After an attempt that nobody answered there is none, since it has taken its time already."""
+    longest. After an attempt without an answer there is no wait, since the attempt itself has taken its timeout."""
 
     first_s: float = 0.5
     longest_s: float = 10.0
@@ -19,11 +19,11 @@ class Attempts:
     _said: str = ""
 
     def are_due(self, now: float) -> bool:
-        """Whether to try (again) at `now`, in seconds of a clock that never goes back."""
+        """Whether to try (again) at time `now`, in seconds of a monotonic clock."""
         return now >= self._due_at
 
     def failed(self, now: float, error: EtcdError) -> bool:
-        """Take note of a failure; whether it is another than the last one, so that people should hear of it."""
+        """Record a failure; returns whether it differs from the last one, so that it should be logged."""
         if isinstance(error, EtcdUnavailable):
             self._wait_s = 0.0
         else:
@@ -33,7 +33,7 @@ class Attempts:
         return is_news
 
     def succeeded(self) -> bool:
-        """It is done; whether it had failed before, so that people should hear of that."""
+        """Record the success; returns whether there were failures before, so that it should be logged."""
         has_failed = self._said != ""
         self._wait_s, self._due_at, self._said = 0.0, float("-inf"), ""
         return has_failed

@@ -1,4 +1,5 @@
-"""Who leads: the agent whose lease holds the `leader` key. Its create_revision is the fencing token."""
+"""The leader election: the leader is the agent whose lease holds the `leader` key, whose create_revision fences
+writes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Mandate:
-    """One term as leader: `key` was created at this revision, under this lease."""
+    """One term as the leader: `key` was created at this revision, under this lease."""
 
     key: str
     create_revision: int
@@ -32,10 +33,10 @@ class Mandate:
 class Election:
     """Campaigns for `key` with `value` in a thread of its own until `resign` or `close`.
 
-    mirror: must cover `key`. lease: gives the lease to lead under (Membership.lease, so that a node which has lost its
-    entry has lost the lead as well).
-    on_change(is_leader): called from the election's thread when etcd has made us the leader, or shows that we are it no
-    longer. It does not follow the local clock, as is_leader does, and resigning is not reported.
+    mirror: must cover `key`. lease: returns the lease to lead under (Membership.lease, so that a node which has lost
+    its record has also lost the lead).
+    on_change(is_leader): called from the election's thread when etcd has made this agent the leader, or shows that it
+    is no longer the leader. Unlike is_leader it does not depend on the local clock, and it is not called for resigning.
     """
 
     def __init__(
@@ -60,24 +61,24 @@ class Election:
 
     @property
     def is_leader(self) -> bool:
-        """Whether we lead now, by etcd's last word and our own clock. Writes still go through FencedWriter: only etcd
-        knows for certain."""
+        """Whether this agent leads now, as far as etcd's last answer and the local clock show. Writes still go through
+        FencedWriter, since only etcd knows for certain."""
         mandate, lease = self._mandate, self._lease()
         return mandate is not None and lease.id == mandate.lease and lease.is_held
 
     @property
     def mandate(self) -> Mandate | None:
-        """The term to write under, or None while we do not lead."""
+        """The term to write under, or None while this agent is not the leader."""
         return self._mandate if self.is_leader else None
 
     @property
     def create_revision(self) -> int | None:
-        """The fencing token of our term, or None while we do not lead."""
+        """The fencing token of this term, or None while this agent is not the leader."""
         mandate = self.mandate
         return mandate.create_revision if mandate else None
 
     def resign(self) -> None:
-        """Stop campaigning and give up the lead if we have it, so that another takes over at once. Idempotent."""
+        """Stop campaigning and give the lead back, so that another agent takes over at once. Idempotent."""
         with self._lock:
             self._stopped.set()
             mandate, self._mandate = self._mandate, None
@@ -115,20 +116,20 @@ class Election:
             if not has_resigned:
                 self._mandate = None
         if not has_resigned:
-            log.warning("not leading any more")
+            log.warning("this agent is not the leader any more")
             self._tell(False)
 
     def _give_lead_back(self, mandate: Mandate) -> None:
         if not self._lease().is_held:
-            return  # etcd is away or has ended the term itself; do not wait for it
+            return  # etcd is unreachable or has ended the term itself; do not wait for it
         try:
             is_ours = Compare.create_revision(mandate.key, mandate.create_revision)
             self._client.transact([is_ours], [Delete(mandate.key)])
         except EtcdError as error:
-            log.warning("the lead could not be given up and ends with our lease: %s", error)
+            log.warning("the lead could not be given back to etcd; it ends with this node's lease: %s", error)
 
     def _campaign(self, lease_id: int) -> KeyValue | None:
-        """Take the lead if nobody has it. Who has it then; None where that could not be learned."""
+        """Take the lead if nobody has it. Returns the leader's key; None if it could not be read."""
         try:
             result = self._client.transact(
                 [Compare.absent(self._key)],
@@ -145,17 +146,17 @@ class Election:
         except ClientClosedError:
             self._stopped.set()
         except LeaseLostError:
-            log.info("no lease to lead under; trying again once there is one")
+            log.info("this node has no lease to lead under; it stands for the lead again when it has one")
         except EtcdError as error:
             self._complain(error)
         return None
 
     def _complain(self, error: EtcdError) -> None:
         if self._attempts.failed(time.monotonic(), error):
-            log.warning("this node cannot take the lead, which is tried on: %s", error)
+            log.warning("this node could not stand for the lead, and tries again: %s", error)
 
     def _wait_for_end_of(self, holder: KeyValue) -> None:
-        """Wait until the mirror, once it is as new as `holder`, shows that term no more."""
+        """Wait until the mirror, once it is at least as new as `holder`, does not show that term any more."""
 
         def has_ended(seen: Snapshot) -> bool:
             if self._stopped.is_set():
@@ -165,7 +166,7 @@ class Election:
                 now is None or now.create_revision != holder.create_revision
             )
 
-        if not self._mirror.wait_for(has_ended, None):  # the mirror has been closed before us
+        if not self._mirror.wait_for(has_ended, None):  # the mirror was closed first
             self._stopped.wait(_RETRY_S)
 
     def _tell(self, is_leader: bool) -> None:

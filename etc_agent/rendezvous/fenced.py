@@ -1,9 +1,9 @@
-"""The leader's writes. A stalled former leader can write nothing.
+"""The leader's writes, fenced so that a former leader which was stalled can write nothing.
 
-Each write is one transaction that compares the create_revision of our `leader` key and the mod_revision of `current`.
-When its answer is lost we read what is there. If it has not landed it may still be under way, and may land after our
-repetition. That is harmless only because each attempt also compares the mod_revision of a key that it writes (the
-witness), so at most one of them can succeed.
+Each write is one transaction that compares the create_revision of this agent's `leader` key and the mod_revision of
+`current`. If its answer is lost, the keys are read again. If the write has not been applied then, it may still be under
+way and be applied after it was repeated. To make that harmless, each attempt also compares the mod_revision of one key
+that it writes (the *witness*), so at most one attempt can succeed.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from etc_agent.rendezvous.etcd.values import (
 
 @dataclass(frozen=True, slots=True)
 class _Witness:
-    """A key that a write puts, and its mod_revision before."""
+    """A key that a write puts, and its mod_revision before the write."""
 
     key: str
     mod_revision: int
 
 
 class FencedWriter:
-    """Writes of one term as leader. Safe to use from several threads; writes happen one at a time.
+    """The writes of one term as the leader. Safe to use from several threads; writes are serialised.
 
     mandate: the term. current_key: the key of `current`.
 
     Raises:
-        FencedError: the term is over already.
+        FencedError: the term is already over.
         EtcdError: etcd does not answer.
     """
 
@@ -62,7 +62,7 @@ class FencedWriter:
         return self._current
 
     def reload(self) -> KeyValue | None:
-        """Read `current` again, and compare against that from now on."""
+        """Read `current` again; later writes compare against what was read."""
         with self._lock:
             result = self._read(())
             self._check_term(result)
@@ -72,15 +72,15 @@ class FencedWriter:
     def write(
         self, puts: Mapping[str, Value], deletes: Sequence[Delete | DeletePrefix] = (), timeout_s: float | None = None
     ) -> int:
-        """Apply all of it at one revision, which is returned, or nothing.
+        """Apply everything at one revision, which is returned, or nothing.
 
         puts: key -> value, at least one; `current` among them where it changes.
         timeout_s: how long to keep trying while etcd gives no clear answer; None takes the client's.
 
         Raises:
-            FencedError: another leads, or `current` is not as this writer knows it. Nothing was written, or (only where
-                etcd's answer was lost) what was written has been replaced since.
-            EtcdUnavailable: etcd stayed silent; AmbiguousError if the write may have been applied.
+            FencedError: another agent leads, or `current` differs from what this writer knows. Nothing was written, or
+                (only if etcd's answer was lost) what was written has been replaced since.
+            EtcdUnavailable: etcd did not answer; AmbiguousError if the write may have been applied.
         """
         deadline = time.monotonic() + (self._client.timeout_s if timeout_s is None else timeout_s)
         with self._lock:
@@ -125,11 +125,11 @@ class FencedWriter:
         return _Witness(key, _revision(self._client.get(key)))
 
     def _reads(self, keys: Mapping[str, Value] | Sequence[str]) -> list[Op]:
-        """The order that _current, _check_term and _landed rely on."""
+        """The keys to read, in the order that _current, _check_term and _landed rely on."""
         return [Get(self._mandate.key), Get(self._current_key), *(Get(key) for key in keys)]
 
     def _read(self, keys: Mapping[str, Value] | Sequence[str]) -> TxnResult:
-        """Leader, current and `keys`, all at one revision. Reading may be repeated, whatever became of the first."""
+        """Leader, current and `keys`, all at one revision. Repeating a read is always safe."""
         deadline = time.monotonic() + self._client.timeout_s
         while True:
             try:
@@ -149,8 +149,8 @@ class FencedWriter:
                     ) from None
 
     def _landed(self, puts: Mapping[str, Value], witness: _Witness, seen: TxnResult) -> int | None:
-        """The revision at which the write landed, or None if it has not: every key has our value from one and the same
-        revision, later than the witness's."""
+        """The revision at which the write was applied, or None if it was not: every key has the written value from one
+        and the same revision, later than the witness's."""
         found = [read[0] if read else None for read in seen.reads[2:]]
         revisions = {_revision(kv) for kv in found}
         is_ours = all(

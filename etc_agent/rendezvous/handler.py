@@ -1,7 +1,7 @@
-"""What torch finds under the entry point group ``torchrun.handlers``: the backend ``etcd-v3`` for plain torchrun.
+"""The entry point of the group ``torchrun.handlers``: the rendezvous backend ``etcd-v3`` for plain torchrun.
 
 torch loads every entry point of that group in each process that imports its rendezvous, whatever backend the job uses.
-So nothing else is loaded here until a job asks for this one.
+So this module imports nothing else until a job asks for this backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This node's entry under `nodes/`: there exactly while its agent lives."""
+"""This node's record under `nodes/`, which exists exactly while its agent lives."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _RETRY_S = 0.5
 
 
 class Membership:
-    """Registers `key` with `value` under a lease of its own, in the constructor; registers again when etcd has lost
-    the lease.
+    """Registers `key` with `value` under a lease of its own, in the constructor; registers again when etcd has lost the
+    lease.
 
-    on_registered(): called, from a thread of ours, after each later registration under a new lease.
-    on_name_taken(): called, likewise, when after a lost lease another instance has the name; nothing is tried again.
+    on_registered(): called, from a background thread, after each later registration under a new lease.
+    on_name_taken(): called likewise when, after a lost lease, another instance has the name; there is no further
+    attempt.
 
     Raises:
-        NameTakenError: another live instance has this name. It may be a dead one whose lease has not run out yet.
+        NameTakenError: another instance has this name. It may be dead, with a lease that has not expired yet.
         EtcdError: etcd does not answer.
     """
 
@@ -59,16 +60,16 @@ class Membership:
 
     @property
     def lease(self) -> Lease:
-        """The lease of now; another one after a loss."""
+        """The present lease; a different one after a loss."""
         return self._lease
 
     @property
     def is_registered(self) -> bool:
-        """Whether our entry is surely in etcd."""
+        """Whether the record is certainly in etcd."""
         return self._lease.is_held
 
     def update(self, value: Value) -> None:
-        """Replace our entry's value. Without a lease at the moment, the next registration carries it.
+        """Replace the record's value. Without a lease at the moment, the next registration writes it.
 
         Raises:
             EtcdError: etcd does not answer. The next `update` or registration carries the value.
@@ -81,7 +82,7 @@ class Membership:
                 log.info("lease %x is gone; %s will be registered again", self._lease.id, self.key)
 
     def close(self) -> None:
-        """Leave: the entry goes at once. Idempotent."""
+        """Leave: the record is deleted at once. Idempotent."""
         self._closed.set()
         with self._lock:
             lease = self._lease
@@ -103,7 +104,7 @@ class Membership:
             )
             holder = None if result.succeeded else _only(result.reads[0])
         except AmbiguousError:
-            # Create-only under our own lease: repeating it is harmless, and a key under our lease is ours.
+            # Created only if absent, under this agent's own lease: so repeating it is harmless.
             holder = self._client.get(self.key)
             if holder is None:
                 self._create(lease)
@@ -130,7 +131,7 @@ class Membership:
                 return
             except EtcdError as error:
                 if attempts.failed(time.monotonic(), error):
-                    log.warning("%s is not registered, which is tried on: %s", self.key, error)
+                    log.warning("%s could not be registered in etcd, which is tried again: %s", self.key, error)
                 self._closed.wait(_RETRY_S)
                 continue
             if self._closed.is_set():

@@ -57,7 +57,7 @@ class Mirror:
     on_change(): called, from the watch's thread, after the copy has changed. It must not block for long.
 
     Raises:
-        EtcdError: etcd does not answer now. Later absences are waited out; see is_connected.
+        EtcdError: etcd does not answer now. Later outages are waited out; see is_connected.
     """
 
     def __init__(self, client: EtcdClient, prefix: str, on_change: Callable[[], None] = lambda: None) -> None:
@@ -75,13 +75,13 @@ class Mirror:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the copy is being kept up to date now."""
+        """Whether the copy is being updated now."""
         return self._watch.is_connected
 
     @property
     def connected_for_s(self) -> float:
-        """For how long it has been kept up to date without a break; 0 while it is not. A new leader believes in lease
-        expiries only after one lease time of this."""
+        """For how many seconds it has been updated without interruption; 0 while it is not. A new leader believes in
+        lease expiries only after one lease time of this."""
         return self._watch.connected_for_s
 
     @property
@@ -106,7 +106,7 @@ class Mirror:
             return False
 
     def poke(self) -> None:
-        """Make every `wait_for` look at its predicate again: something outside etcd that it reads has changed."""
+        """Make every `wait_for` check its predicate again: something outside etcd that it reads has changed."""
         with self._changed:
             self._changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""The account of a change on a modelled cluster: who keeps what, bytes per link, bottleneck, memory."""
+"""The plan summary: a change on a modelled cluster in numbers: what is kept, bytes per link, bottleneck, memory."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from etc_agent.state.sharding import Sharding
 
 Policy = Literal["etc", "paper"]
 MAX_LISTED = 128
-"""Workers up to which the plan is written out transfer by transfer."""
+"""Up to this many workers the plan is written out transfer by transfer."""
 FABRIC_BYTES_PER_S = 450e9
-"""Between slots of one node, where nothing else is said."""
+"""Bandwidth between slots of one node, unless given."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -186,7 +186,7 @@ def test_a_node_that_is_told_to_leave_while_etcd_is_away_hands_over_its_state_wh
     wait_for_workers(tmp_path, 2)
     etcd_server.kill()
     second.send(signal.SIGTERM)
-    second.wait_for("once etcd takes it")
+    second.wait_for("could not be written to etcd and will be when it answers")
     wait_for_more_steps(tmp_path, 5)
     etcd_server.start_again()
     assert second.wait() == 0

@@ -42,7 +42,7 @@ def test_a_spare_becomes_a_worker_and_its_log_is_where_the_workers_is(tmp_path: 
     wait_for_step(tmp_path, 3)
     first = warm_spare_of(job)
     os.kill(first, signal.SIGKILL)
-    job.wait_for("the spare in slot 1 ended")
+    job.wait_for("the warm spare in slot 1 ended")
     spare = warm_spare_of(job, but=first)
     etcd.scale("2")
     etcd.reply_to("2", "done")
@@ -78,7 +78,7 @@ def test_a_script_in_a_spare_finds_what_it_finds_in_python(
     options = ("--parallel", "PP1TP1DP1", "--rdzv-conf", "start_s=1")
     environment = {"ETC_SPARES": "warm", "ETC_LOG_LEVEL": "DEBUG"}
     job = cleanup(standalone(tmp_path, *how, "an argument", slots=2, options=options, environment=environment))
-    job.wait_for("the spare in slot 1 is ready")
+    job.wait_for("the warm spare in slot 1 is ready")
     (cold,) = wait_until(lambda: list(tmp_path.glob("seen-cold-*")), "the cold worker")
     etcd_of(job).scale("2")
     (warm,) = wait_until(lambda: list(tmp_path.glob("seen-warm-*")), "the warm worker")

@@ -89,7 +89,7 @@ class Spares:
         spare = self._spares.get(hello.local_rank)
         if spare is not None and spare.process.pid == hello.pid:
             spare.channel = channel
-            logger.debug("the spare in slot %d is ready", hello.local_rank)
+            logger.debug("the warm spare in slot %d is ready", hello.local_rank)
 
     def take(self, index: int, environment: Mapping[str, str]) -> tuple[WorkerProcess, Path | None] | None:
         """Turn the warm spare in slot `index` into a worker with `environment`. None where there is none ready."""

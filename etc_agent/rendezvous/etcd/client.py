@@ -30,9 +30,9 @@ _MEMBER_LIST = Method("/etcdserverpb.Cluster/MemberList", "MemberListResponse")
 class EtcdClient:
     """etcd at `endpoints` ("host:port" each, of one cluster).
 
-    timeout_s: what one operation may take in all, over all endpoints and attempts.
-    Every operation raises EtcdUnavailable when nobody answers in that time, EtcdAuthError when etcd does not accept
-    us, and EtcdError when it refuses the request.
+    timeout_s: the longest time that one operation may take, over all endpoints and attempts.
+    Every operation raises EtcdUnavailable when no endpoint answers in that time, EtcdAuthError when etcd rejects the
+    credentials, and EtcdError when it refuses the request.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class EtcdClient:
     # Keys.
 
     def get(self, key: str) -> KeyValue | None:
-        """The key as the cluster's majority has it now, or None."""
+        """The key in its present state, as the cluster's majority has it, or None."""
         answer = self._transport.call(RANGE, message("RangeRequest", key=key.encode()))
         return KeyValue.from_wire(answer.kvs[0]) if answer.kvs else None
 
     def get_prefix(self, prefix: str) -> tuple[list[KeyValue], int]:
-        """Every key that starts with `prefix`, in key order, and the revision at which this is the truth."""
+        """Every key that starts with `prefix`, in key order, and the revision at which they were read."""
         key = prefix.encode()
         answer = self._transport.call(RANGE, message("RangeRequest", key=key, range_end=range_end(key)))
         return [KeyValue.from_wire(kv) for kv in answer.kvs], answer.header.revision
@@ -132,7 +132,8 @@ class EtcdClient:
     ) -> Watch:
         """Follow every key that starts with `prefix` from `start_revision` on; see Watch for the callbacks.
 
-        heartbeat_s: how often etcd is asked whether the stream lives; silence_s: after how long without a word the
+        heartbeat_s: how often etcd is asked whether the stream is alive; silence_s: after how long without any answer
+            the
         watch goes to another endpoint.
         """
         key = prefix.encode()
@@ -150,7 +151,8 @@ class EtcdClient:
     # Leases. Times are whole seconds, as in etcd.
 
     def grant_lease(self, ttl_s: int) -> int:
-        """A new lease; returns its id. The id is chosen here, so that a repeated request cannot leave a second one."""
+        """A new lease; returns its id. The client chooses the id, so that a repeated request does not create a second
+        one."""
         lease = secrets.randbits(62) | 1
         try:
             answer = self._transport.call(_LEASE_GRANT, message("LeaseGrantRequest", TTL=ttl_s, ID=lease))
@@ -163,7 +165,7 @@ class EtcdClient:
         return answer.ID
 
     def keep_lease_alive(self, lease: int, timeout_s: float | None = None) -> int:
-        """Renew once; returns the seconds it has again.
+        """Renew the lease once; returns its remaining time in seconds.
 
         Raises:
             LeaseLostError: it does not exist any more.
@@ -175,7 +177,7 @@ class EtcdClient:
         return ttl_s
 
     def revoke_lease(self, lease: int, timeout_s: float | None = None) -> None:
-        """End the lease and delete its keys. No error when it is gone already."""
+        """End the lease and delete its keys. No error if it does not exist any more."""
         try:
             self._transport.call(_LEASE_REVOKE, message("LeaseRevokeRequest", ID=lease), timeout_s=timeout_s)
         except EtcdError as error:

@@ -1,4 +1,4 @@
-"""What can go wrong between us and etcd. Each is one line that a person can act on."""
+"""The errors of the etcd client. Each is one line that a person can act on."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from etc_agent.errors import EtcError
 
 
 class EtcdError(EtcError):
-    """etcd refused a request, or could not be asked."""
+    """etcd refused a request, or did not answer it."""
 
 
 class EtcdUnavailable(EtcdError):
-    """No endpoint answered in time. Nothing is known to have been written."""
+    """No endpoint answered in time. As far as is known, nothing was written."""
 
 
 class AmbiguousError(EtcdUnavailable):
@@ -34,4 +34,4 @@ class NameTakenError(EtcdError):
 
 
 class FencedError(EtcdError):
-    """This process is not the leader any more, or `current` has moved: nothing was written."""
+    """This process is not the leader any more, or `current` has changed: nothing was written."""

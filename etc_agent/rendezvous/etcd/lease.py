@@ -1,4 +1,4 @@
-"""A lease that renews itself, and knows by its own clock when it can no longer be relied on."""
+"""A lease that renews itself, and knows from the local clock until when it can be relied on."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CLOSE_TIMEOUT_S = 2.0
 class Lease:
     """A lease of `ttl_s` seconds, granted in the constructor and renewed every quarter of that.
 
-    Two different things can go wrong. While etcd is away the lease may or may not still exist: `is_held` turns false
-    once ttl_s has passed since the last renewal was asked for, and true again when etcd comes back and still knows the
-    lease (it gives leases their full time again after its own restart). When etcd says that the lease is gone, it is
-    over for good: on_lost() is called once, from the lease's thread, and the owner grants another.
+    Two things can go wrong. While etcd is unreachable the lease may or may not still exist: `is_held` becomes false
+    once ttl_s has passed since the last successful renewal was requested, and true again when etcd is back and still
+    knows the lease (after its own restart etcd gives leases their full time again). If etcd says that the lease does
+    not exist, it is lost for good: on_lost() is called once, from the lease's thread, and the owner grants another one.
 
     Raises:
         EtcdError: etcd does not grant it.
@@ -43,7 +43,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether etcd surely still holds the keys under this lease."""
+        """Whether etcd certainly still holds the keys under this lease."""
         return not self._is_lost and not self._closed.is_set() and time.monotonic() < self._deadline
 
     @property
@@ -53,12 +53,12 @@ class Lease:
 
     @property
     def deadline_monotonic(self) -> float:
-        """Until when the lease is surely alive if no further renewal succeeds, in time.monotonic() seconds."""
+        """Until when the lease is certainly alive if no further renewal succeeds, in time.monotonic() seconds."""
         return self._deadline
 
     def close(self) -> None:
-        """Stop renewing and revoke: its keys go now. If etcd cannot be reached they go with the lease's time.
-        Idempotent."""
+        """Stop renewing and revoke the lease, which deletes its keys. If etcd cannot be reached, they expire with the
+        lease. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -67,7 +67,7 @@ class Lease:
         try:
             self._client.revoke_lease(self.id, timeout_s=min(_CLOSE_TIMEOUT_S, self._client.timeout_s))
         except EtcdError as error:
-            log.warning("lease %x could not be revoked and ends in at most %d s: %s", self.id, self._ttl_s, error)
+            log.warning("lease %x could not be revoked; it expires in at most %d s: %s", self.id, self._ttl_s, error)
 
     def _keep_alive(self) -> None:
         pause_s, is_renewed = self._ttl_s / 4, True
@@ -86,11 +86,11 @@ class Lease:
                 if self._closed.is_set():
                     return
                 if is_renewed:
-                    log.warning("our lease in etcd is not being renewed, which is tried on: %s", error)
+                    log.warning("this node's lease in etcd could not be renewed, which is tried again: %s", error)
                 pause_s, is_renewed = min(0.5, self._ttl_s / 6), False
             else:
                 if not is_renewed:
-                    log.warning("etcd answers again; our lease is renewed")
+                    log.warning("etcd answers again; this node's lease is renewed")
                 is_renewed = True
                 self._deadline = asked + granted_s
                 pause_s = self._ttl_s / 4

@@ -1,4 +1,4 @@
-"""What etcd and grpc say when they fail, and what we make of it."""
+"""The failures of etcd and grpc by their texts and status codes, and what they mean."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _TLS_HINTS = (
 
 
 def was_not_applied(reason: str) -> bool:
-    """Whether a request that failed so surely never reached etcd's state."""
+    """Whether a request that failed like this certainly did not change etcd."""
     return any(sign in reason for sign in _NOT_APPLIED)
 
 
 def speaks_of_token(reason: str) -> bool:
-    """Whether the token is to blame, and a new one may help."""
+    """Whether the auth token caused the failure, so that a new token may help."""
     return "invalid auth token" in reason or "revision of auth store is old" in reason
 
 
 def shorten(reason: str) -> str:
-    """The telling end of grpc's long stories, on one line."""
+    """The informative end of grpc's long messages, on one line."""
     last = " ".join(reason.rpartition("last error: ")[2].split())
     return last[:160] or "no reason given"
 
 
 def is_worth_another_endpoint(code: grpc.StatusCode, reason: str) -> bool:
-    """Whether this endpoint failed, rather than etcd refused."""
+    """Whether the endpoint failed, rather than etcd refusing the request."""
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return True
-    # A connection that breaks at a bad moment has these codes, and so have some of etcd's refusals.
+    # These codes are used when a connection breaks at a bad moment, and also for some of etcd's refusals.
     is_broken = code in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
     return is_broken and not reason.startswith(("etcdserver:", "auth:"))
 

@@ -1,8 +1,8 @@
-"""Getting one request to some etcd member and its answer back: channels, failover, deadlines, the auth token.
+"""Sends one request to an etcd member and returns its answer: channels, failover, deadlines, the auth token.
 
-Every attempt has a deadline of its own inside the caller's total budget, so that one member that hangs without closing
-its connection costs seconds, not the whole budget. What failed to connect, timed out or was refused for want of a
-leader is tried on the next endpoint.
+Every attempt has its own deadline within the caller's total budget, so that a member which hangs without closing its
+connection costs seconds, not the whole budget. A request that failed to connect, timed out or was refused because there
+is no etcd leader is tried on the next endpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
-    # Two clients of one process must not share a connection: one may be cut off on purpose.
+    # Two clients of one process must not share a connection: one may be closed without the other.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
@@ -163,7 +163,8 @@ class Transport:
     def call(self, method: Method, request: Any, *, is_repeatable: bool = True, timeout_s: float | None = None) -> Any:
         """Send `request`, trying endpoints until one answers.
 
-        is_repeatable: whether sending it twice does no harm. Where it does, an attempt that may have reached etcd is
+        is_repeatable: whether sending the request twice does no harm. If it does, an attempt that may have reached etcd
+            is
         not repeated.
 
         Raises:
@@ -186,7 +187,7 @@ class Transport:
                         f"etcd was asked to apply a transaction and did not answer ({shorten(reason)}); "
                         "it may or may not have been applied"
                     ) from None
-            except ValueError:  # grpc's way to say that the channel was closed under us
+            except ValueError:  # grpc raises it if the channel was closed meanwhile
                 self._check_open()
                 raise
             remaining_s = deadline - time.monotonic()
@@ -198,8 +199,8 @@ class Transport:
     def open_stream(
         self, link: Link, method: Method, requests: Iterator[Any], metadata: Sequence[tuple[str, str]]
     ) -> Any:
-        """A bidirectional stream over `link`: an iterator of answers with `cancel()`. Failures come as grpc.RpcError
-        from the iterator; hand them to `failed`."""
+        """A bidirectional stream over `link`: an iterator of answers with `cancel()`. Failures are raised as
+        grpc.RpcError by the iterator; pass them to `failed`."""
         stream = link.channel.stream_stream(
             method.path, request_serializer=serialize, response_deserializer=MESSAGES[method.response].FromString
         )
@@ -221,7 +222,7 @@ class Transport:
         return Link(link.position, link.channel, token)
 
     def failed(self, link: Link, error: grpc.RpcError) -> str:
-        """Learn from a failed attempt: another endpoint or another token next time.
+        """Handle a failed attempt: use another endpoint or another token next time.
 
         Returns: etcd's or grpc's reason, where trying again makes sense.
         Raises:
@@ -238,7 +239,7 @@ class Transport:
 
     def go_to_next_endpoint(self, link: Link) -> None:
         with self._lock:
-            if self._position == link.position:  # else another thread has moved on already
+            if self._position == link.position:  # else another thread has already moved on
                 self._position += 1
 
     def forget_token(self, link: Link) -> None:

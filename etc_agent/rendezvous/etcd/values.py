@@ -1,4 +1,5 @@
-"""What callers exchange with the client: key values, events, transactions. Keys are text, values are bytes."""
+"""The values that callers exchange with the client: key values, events, transactions. Keys are text, values are
+bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class KeyValue:
 
     @staticmethod
     def from_wire(kv: Any) -> KeyValue:
-        # Keys are ours, but anyone may write into the prefix: an undecodable key must not stop a watch.
+        # Anyone may write under the prefix, so an undecodable key must not stop a watch.
         key = kv.key.decode("utf-8", "backslashreplace")
         return KeyValue(key, kv.value, kv.create_revision, kv.mod_revision, kv.version, kv.lease)
 
@@ -65,7 +66,7 @@ class Event:
 
 
 class Target(enum.IntEnum):
-    """What of a key a Compare looks at (etcd's own numbers)."""
+    """The field of a key that a Compare looks at (etcd's own numbers)."""
 
     VERSION = 0
     CREATE_REVISION = 1
@@ -204,8 +205,8 @@ Op = Put | Delete | DeletePrefix | Get | GetPrefix
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """What a transaction did. `reads` has one tuple per operation of the branch that ran, in order: what a Get or
-    GetPrefix found, empty for the others."""
+    """The result of a transaction. `reads` has one tuple per operation of the branch that ran, in order: what a Get or
+    GetPrefix found, empty for others."""
 
     succeeded: bool
     revision: int

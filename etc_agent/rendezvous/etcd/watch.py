@@ -1,7 +1,7 @@
 """A watch that does not die: it survives restarts, failovers, hung members, expired tokens and compaction.
 
-It resumes at the last *event's* revision + 1. etcd's progress answers only prove that the stream lives: some releases
-send them ahead of events that are still under way, so they never move the place to resume from.
+It resumes at the revision after the last *event*. etcd's progress answers only prove that the stream is alive: some
+releases send them ahead of events that are still under way, so they do not move the point to resume from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LONGEST_DELAY_S = 1.0
 
 
 class _StreamEnded(Exception):
-    """The stream is over; open the next."""
+    """The stream is over; open the next one."""
 
 
 class Watch:
@@ -38,7 +38,7 @@ class Watch:
 
     on_events(events, revision): called from the watch's own thread. All events of one revision come in one call.
     relist(): called from that thread when revisions are gone (compaction, etcd's data lost). It reads everything again
-    and returns the revision to watch from. An EtcdError from it means: try again later.
+    and returns the revision to watch from. An EtcdError from it means that it is tried again later.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Watch:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the stream stands and has been heard from lately."""
+        """Whether the stream is open and was heard from recently."""
         return self.connected_for_s > 0
 
     @property
     def connected_for_s(self) -> float:
-        """For how long the stream has stood without a break; 0 while it does not."""
+        """For how many seconds the stream has been open without interruption; 0 while it is not."""
         since, now = self._connected_since, time.monotonic()
         if since is None or now - self._last_heard >= self._silence_s:
             return 0.0
@@ -80,7 +80,7 @@ class Watch:
 
     @property
     def last_heard_monotonic(self) -> float:
-        """When etcd last said anything on this watch, in time.monotonic() seconds."""
+        """When etcd last sent anything on this watch, in time.monotonic() seconds."""
         return self._last_heard
 
     def cancel(self) -> None:
@@ -107,7 +107,7 @@ class Watch:
                     reason = self._transport.failed(link, error) if link else ""
                 except EtcdError as refusal:
                     reason = str(refusal)
-            except (EtcdError, ValueError) as error:  # ValueError: grpc's word for a closed channel
+            except (EtcdError, ValueError) as error:  # ValueError: grpc raises it for a closed channel
                 reason = str(error)
             self._connected_since = None
             if self._is_over:
@@ -123,7 +123,7 @@ class Watch:
         return self._cancelled.is_set() or self._transport.is_closed
 
     def _follow(self, link: Link) -> None:
-        """One stream, to its end. Always raises."""
+        """Read one stream to its end. Always raises."""
         ended = threading.Event()
         self._silent_since = time.monotonic()
         call = self._transport.open_stream(link, WATCH, self._requests(ended), [("hasleader", "true")])
@@ -152,8 +152,8 @@ class Watch:
             self._call = None
 
     def _requests(self, ended: threading.Event) -> Iterator[Any]:
-        """The create request, then a question every heartbeat. Runs in a thread of grpc's; a stream that does not
-        answer is cancelled here, since the other thread is blocked reading from it."""
+        """The create request, then a progress request every heartbeat. Runs in a thread of grpc's. It cancels a stream
+        that does not answer, because the other thread is blocked reading from it."""
         create = message(
             "WatchCreateRequest",
             key=self._key,
@@ -189,8 +189,8 @@ class Watch:
         raise _StreamEnded(answer.cancel_reason or "cancelled by etcd")
 
     def _check_history(self, member_revision: int) -> None:
-        """A member may lag behind what we have seen; a cluster cannot, unless its data were lost. A watch from a
-        revision of the future would then wait in silence."""
+        """Check that etcd's revision is not behind what was seen already: one member may lag, the cluster cannot unless
+        its data were lost. A watch from a revision in the future would never deliver an event."""
         if member_revision + 1 >= self._next_revision:
             return
         answer = self._transport.call(RANGE, message("RangeRequest", key=self._key, count_only=True))

@@ -1,4 +1,4 @@
-"""Why an etcd ended, from its log: one JSON object per line, and after a panic a stack of Go's."""
+"""Why an etcd server ended, from its log: one JSON object per line, and after a panic a Go stack trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REMEDIES = (
 
 
 def cause(log: str, folder: Path) -> str:
-    """Why etcd ended, in one line, with what to do where that is known. `folder`: where its data are."""
+    """Why etcd ended, in one line, with a remedy where one is known. `folder`: its data folder."""
     told = [_said(entry) for entry in _entries(log) if entry.get("level") in _FATAL]
     panics = [line.removeprefix("panic: ") for line in log.splitlines() if line.startswith("panic: ")]
     lines = [line for line in log.strip().splitlines() if line.strip()]
@@ -42,7 +42,7 @@ def _entries(log: str) -> Iterator[dict[str, object]]:
 
 
 def _said(entry: dict[str, object]) -> str:
-    """The message and the values that belong to it, without where in etcd's source it came from."""
+    """The message and its values, without the position in etcd's source code."""
     details = [
         str(value) if key == "error" else f"{key} {value}" for key, value in entry.items() if key not in _FRAME
     ]

@@ -1,14 +1,15 @@
-"""Keeps a private etcd alive as long as its owner, and no longer. Run as a script: guard.py FOLDER COMMAND...
+"""The guard: keeps a private etcd alive as long as its owner, and no longer. Run as a script: guard.py FOLDER
+COMMAND...
 
-Starts COMMAND and prints its process id. When COMMAND is ended by a signal that the owner did not ask for, it is
-started again, with its data, and its new process id is printed: a scheduler that ends a job signals every process of it
-at once, and the owner needs etcd to leave in order. (etcd heeds SIGTERM even if SIGTERM was ignored when it started.)
-When COMMAND ends by itself, the guard ends with its exit code.
+Starts COMMAND and prints its process id. If COMMAND is ended by a signal that the owner did not ask for, the guard
+starts it again with its data and prints the new process id: a scheduler that ends a job signals all of its processes at
+once, and the owner needs etcd in order to leave in an orderly way. (etcd handles SIGTERM even if it was ignored when
+etcd started.) When COMMAND exits by itself, the guard exits with its exit code.
 
-The owner orders by lines on standard input: ``stop`` (SIGTERM) and ``kill`` (SIGKILL) end COMMAND for good. When
-standard input closes, which is what happens when the owner dies in whatever way, the guard ends COMMAND and removes
-FOLDER. COMMAND dies with the guard, too: a parent-death signal follows the thread that forked, and the guard has only
-one. It imports nothing of ours, so that it is small and quick to start.
+The owner sends orders as lines on standard input: ``stop`` (SIGTERM) and ``kill`` (SIGKILL) end COMMAND for good. When
+standard input closes, which happens when the owner dies in any way, the guard ends COMMAND and removes FOLDER. COMMAND
+also dies with the guard: a parent-death signal follows the thread that forked, and the guard has only one thread. It
+imports nothing of this project, so that it is small and starts quickly.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from pathlib import Path
 
 _GRACE_S = 3.0
 _PAUSE_S = 0.2
-"""Before COMMAND is started again."""
+"""Seconds before COMMAND is started again."""
 _PR_SET_PDEATHSIG = 1
 _FOR_OTHERS = (
     signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
 )
-"""What a scheduler may send to every process of a job; only the agent has something to do about it."""
+"""Signals that a scheduler may send to every process of a job; only the agent has to act on them."""
 
 
 class Guard:
@@ -62,20 +63,20 @@ class Guard:
 
         def prepare() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != guard:  # it died before that took effect
+            if os.getppid() != guard:  # the guard died before prctl took effect
                 os._exit(1)
 
-        for left in Path().glob("*.sock:0"):  # Unix sockets of one that was killed; the next could not listen there
+        for left in Path().glob("*.sock:0"):  # sockets of a killed etcd would prevent the next from listening
             left.unlink(missing_ok=True)
         child = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=prepare
         )
-        with contextlib.suppress(BrokenPipeError):  # the owner has gone already, as standard input will tell
+        with contextlib.suppress(BrokenPipeError):  # the owner is gone already, which standard input will show
             os.write(sys.stdout.fileno(), b"%d\n" % child.pid)
         return child
 
     def _wait_for_end(self) -> bool:
-        """Follow orders until the command has ended; false where the owner has gone before that."""
+        """Follow orders until the command has ended; returns False if the owner is gone before that."""
         ended = os.pidfd_open(self._child.pid)
         try:
             while True:
@@ -89,7 +90,7 @@ class Guard:
             os.close(ended)
 
     def _hear(self) -> bool:
-        """Read and follow what the owner orders; false where it has gone."""
+        """Read and follow the owner's orders; returns False if the owner is gone."""
         more = os.read(0, 1 << 12)
         *lines, self._orders = (self._orders + more).split(b"\n")
         for line in lines:

@@ -1,4 +1,5 @@
-"""Where a private etcd listens: at a Unix socket, for who can enter its folder, or at a TCP port, for everybody."""
+"""Where a private etcd listens: on a Unix socket, for users who can enter its folder, or on a TCP port, for
+everybody."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from pathlib import Path
 from etc_agent.rendezvous.etcd.errors import EtcdError
 from etc_agent.rendezvous.etcd.transport import Tls
 
-# Below the usual range of ephemeral ports: nobody's outgoing connection sits there when etcd wants the port back.
+# Below the usual range of ephemeral ports, so that no outgoing connection has the port when etcd wants it back.
 _PORTS = range(18000, 32000)
 
 
 @dataclass(frozen=True, slots=True)
 class Urls:
-    """What etcd is told to listen at, and `endpoint`, which clients are told."""
+    """The URLs that etcd listens on, and `endpoint`, which clients use."""
 
     client: str
     peer: str
@@ -25,8 +26,8 @@ class Urls:
 
 @dataclass(frozen=True, slots=True)
 class OnSocket:
-    """A Unix socket in `folder`: whoever can enter the folder can do everything with this etcd, and nobody else
-    anything. The folder's path must be short (`places.socket_folder`)."""
+    """A Unix socket in `folder`: whoever can enter the folder has full access to this etcd, and nobody else has any.
+    The folder's path must be short (`places.socket_folder`)."""
 
     folder: Path
 
@@ -54,12 +55,12 @@ ON_LOOPBACK = OnPort()
 
 
 def bracketed(host: str) -> str:
-    """`host` as it stands before a colon and a port: IPv6 addresses have colons of their own."""
+    """`host` as written before a colon and a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port on which nothing listens now. Somebody else may take it before you do: be ready to try again."""
+    """A TCP port on which nothing listens now. Another process may take it first: be ready to try again."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(1000):
         port = random.choice(_PORTS)

@@ -1,7 +1,7 @@
 """A private etcd for one job on one machine.
 
-It serves `--standalone`, tests and benchmarks. A guard process (`guard.py`) stands between us and it, so that it ends,
-and its data go, even when we are killed, and that it lives on when somebody else signals it.
+Used by `--standalone`, tests and benchmarks. A guard process (`guard.py`) runs between this process and etcd, so that
+etcd ends and its data are removed even if this process is killed, and so that etcd survives signals of others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _ExitedEarly(Exception):
 
 
 class _PortTaken(_ExitedEarly):
-    """Somebody else took the port between our looking and etcd's binding."""
+    """Another process took the port between the check and etcd's bind."""
 
 
 class EtcdServer:
@@ -44,8 +44,8 @@ class EtcdServer:
 
     binary: the server binary; None looks for one (find_etcd).
     listen: where clients reach it.
-    name, peer_port, initial_cluster: for a member of a larger cluster, where all members must be started at once
-    (is_waiting false, then `wait_ready`). Else a cluster of its own.
+    name, peer_port, initial_cluster: for a member of a larger cluster, whose members must be started together
+    (is_waiting false, then `wait_ready`). Otherwise it is a cluster of its own.
     extra_args: appended to etcd's command line.
 
     Raises:
@@ -89,12 +89,12 @@ class EtcdServer:
 
     @property
     def endpoint(self) -> str:
-        """What clients are told: ``host:port``, or ``unix:///path``. etcdctl takes it too."""
+        """What clients use: ``host:port``, or ``unix:///path``. etcdctl accepts it too."""
         return self._urls.endpoint
 
     @property
     def pid(self) -> int:
-        """etcd's own process id (not the guard's); another one after the guard has started it again.
+        """etcd's own process id (not the guard's); it changes when the guard starts etcd again.
 
         Raises:
             EtcdError: it has been stopped.
@@ -116,7 +116,7 @@ class EtcdServer:
         return self._guard is not None and self._guard.poll() is None
 
     def kill(self) -> None:
-        """End it at once, as a crash would. The data stay for `start_again`. Idempotent."""
+        """Kill it, as a crash would. The data stay for `start_again`. Idempotent."""
         self._end(grace_s=0.0)
 
     def start_again(self, timeout_s: float = 30.0) -> None:
@@ -132,7 +132,7 @@ class EtcdServer:
             try:
                 self._probe(deadline)
                 return
-            except _ExitedEarly as exited:  # somebody sits on the port for the moment, say
+            except _ExitedEarly as exited:  # for example, another process has the port for the moment
                 if time.monotonic() > deadline:
                     self.kill()
                     raise EtcdError(f"etcd did not start again at {self.endpoint}: {exited}") from None
@@ -173,7 +173,7 @@ class EtcdServer:
         raise EtcdError(f"etcd ({self._binary}) does not start: {reason}")
 
     def _probe(self, deadline: float) -> None:
-        """Wait until this very etcd, not another that has taken its port, answers."""
+        """Wait until this etcd answers, and not another one that has taken its port."""
         with EtcdClient([self.endpoint], tls=self._client_tls(), timeout_s=1.0) as client:
             while self.is_running:
                 try:
@@ -181,7 +181,7 @@ class EtcdServer:
                         return
                     raise _PortTaken(f"another etcd answers at {self.endpoint}")
                 except EtcdAuthError:
-                    return  # it speaks, and wants to know who we are
+                    return  # it answers, and asks for credentials
                 except EtcdUnavailable:
                     if time.monotonic() > deadline:
                         raise EtcdError(
@@ -203,7 +203,7 @@ class EtcdServer:
             f"--initial-cluster={self._cluster or f'{self._name}={urls.peer}'}",
             f"--initial-cluster-token={'etc-run' if self._cluster else self._token}",
             "--initial-cluster-state=new",
-            # A job writes for as long as it runs, and nobody looks at old revisions.
+            # A job writes for as long as it runs, and old revisions are never read.
             "--auto-compaction-mode=revision",
             "--auto-compaction-retention=10000",
             "--logger=zap",
@@ -213,7 +213,7 @@ class EtcdServer:
             command += [f"--cert-file={tls.certificate}", f"--key-file={tls.key}"]
             if tls.ca:
                 command += ["--client-cert-auth", f"--trusted-ca-file={tls.ca}"]
-        # ETCD_* variables of the user's shell (for etcdctl, say) would be taken as server flags.
+        # etcd would read ETCD_* variables of the user's shell (meant for etcdctl, say) as server flags.
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("ETCD_", "ETCDCTL_"))}
         folder = self._listen.folder if isinstance(self._listen, OnSocket) else self._folder
         with (self._folder / "etcd.log").open("ab") as output:
@@ -257,12 +257,12 @@ class EtcdServer:
         return self._listen.tls if isinstance(self._listen, OnPort) else None
 
     def _client_tls(self) -> Tls | None:
-        """Our own probe trusts what etcd serves with, and shows the same certificate where one is wanted."""
+        """TLS for the probe: it trusts etcd's own certificate, and presents the same where one is required."""
         tls = self._tls
         return None if tls is None else Tls(tls.ca or tls.certificate, tls.certificate, tls.key)
 
     def _why(self) -> str:
-        """What its log says of its end."""
+        """The cause of its end, from its log."""
         try:
             log = (self._folder / "etcd.log").read_text(errors="replace")
         except OSError:
@@ -272,5 +272,5 @@ class EtcdServer:
 
 def _order(guard: subprocess.Popen[bytes], line: bytes) -> None:
     assert guard.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended, and etcd before it
+    with contextlib.suppress(BrokenPipeError):  # the guard has ended, and etcd before it
         os.write(guard.stdin.fileno(), line)

@@ -1,9 +1,9 @@
 """`torchrun --rdzv-backend=etcd-v3 --rdzv-endpoint=HOST:PORT[,HOST:PORT...]`: torch's rendezvous over etcd v3.
 
-What it adds to torch's own: survivors learn of a node that has died (within its lease time) and of one that has given
-up; the order of surviving nodes never changes; every generation has a store of its own on a node that is in it, so
-nobody meets stale keys or a stale address; newcomers are let in together, after they have settled, and training goes
-on until then.
+Compared with torch's own: surviving nodes learn of a node that has died (within its lease time) and of one that has
+given up; the order of surviving nodes never changes; every generation has a store of its own on one of its nodes, so
+that nobody meets stale keys or a stale address; newcomers are admitted together, after they have settled, and training
+continues until then.
 
 What `--rdzv-conf` takes is in settings.py; the rules of who meets whom are in roster.py.
 """
@@ -75,7 +75,7 @@ def create_handler(params: RendezvousParameters) -> EtcdV3RendezvousHandler:
 
 
 class EtcdV3RendezvousHandler(RendezvousHandler):
-    """One node's part in the rendezvous of one run. Owns `client`. `address` is where other nodes reach this one."""
+    """One node's part in the rendezvous of one run. Owns `client`. `address`: where other nodes reach this one."""
 
     def __init__(self, client: EtcdClient, keys: JobKeys, settings: Settings, address: str) -> None:
         self._client, self._keys, self._settings = client, keys, settings
@@ -90,7 +90,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         self._serving: TCPStore | None = None
         self._mirror = Mirror(client, keys.torchrun_prefix, self._observe)
         view = self._view()
-        # A run of the same name may have ended here earlier; its ending is not ours.
+        # A run of the same name may have ended here earlier; that ending does not concern this run.
         self._stale_roster_revision = (
             view.roster_revision if view.roster.ending is not None and not view.live_members else 0
         )
@@ -110,10 +110,10 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         """Wait until a generation that includes this node has met.
 
         Raises:
-            RendezvousClosedError: the run has ended, or ends in failure while we wait.
-            SystemExit: it ends well while we wait, so this process has nothing left to do (exit code 0).
+            RendezvousClosedError: the run has ended, or fails while this node waits.
+            SystemExit: the run succeeds while this node waits, so this process has nothing left to do (exit code 0).
             RendezvousTimeoutError: it took longer than join_timeout.
-            RendezvousConnectionError: etcd did not answer for as long.
+            RendezvousConnectionError: etcd did not answer for that long.
         """
         deadline = time.monotonic() + self._settings.join_timeout_s
         try:
@@ -136,7 +136,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         return info
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes give a reason to meet again: newcomers, and members that have died or given up."""
+        """How many nodes are a reason to meet again: newcomers, and members that have died or given up."""
         view = self._view()
         self._note_newcomers(view)
         return num_nodes_waiting(
@@ -154,8 +154,8 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         self._end(Ending.FINISHED)
 
     def shutdown(self) -> bool:
-        """End the run for everybody and leave. torchrun calls it when its agent is done; while an exception is on its
-        way the run has failed, and the others are told to stop waiting for us."""
+        """End the run for everybody and leave. torchrun calls it when its agent is done. If an exception is being
+        handled the run has failed, and the other nodes are told to stop waiting for this one."""
         try:
             self._end(Ending.FINISHED if sys.exc_info()[0] is None else Ending.FAILED)
             return True
@@ -168,7 +168,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     # Waiting for the others.
 
     def _arrive(self, deadline: float) -> int:
-        """Say that we wait, and where our fresh store is. Returns the generation after which we wait."""
+        """Publish that this node waits, and its fresh store. Returns the generation after which it waits."""
         if self._unused_server is None:
             self._unused_server = serve_store(self._address, _STORE_TIMEOUT_S)
         waits_after = self._view().roster.generation
@@ -188,7 +188,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 time.sleep(_RETRY_S)
 
     def _say_busy(self) -> None:
-        """While our workers run we must not look like a newcomer, should we have to register again."""
+        """Publish that workers run here, so that a repeated registration does not look like a newcomer's."""
         assert self._membership is not None
         try:
             self._membership.update(self._node(0, None).to_json())
@@ -219,7 +219,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
                 raise RendezvousTimeoutError(self._who_is_missing(view))
             ready_in_s = self._ready_in_s(view)
             if ready_in_s == 0 and self._propose(view):
-                # The mirror shows it, or who was quicker, in a moment.
+                # In a moment the mirror will show it, or whoever was faster.
                 ready_in_s = None
             elif ready_in_s == 0:
                 ready_in_s = _RETRY_S
@@ -227,7 +227,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             self._mirror.wait_for(snapshot.is_older_than, wait_s)
 
     def _ready_in_s(self, view: View) -> float | None:
-        """In how many seconds it is for us to write the next roster, if nothing changes; None: not for us."""
+        """In how many seconds this node should write the next roster, if nothing changes; None: it should not."""
         scribe = view.scribe
         if scribe is None or scribe.name != self._name or not view.is_everybody_waiting:
             return None
@@ -239,7 +239,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         return max(0.0, self._settle_left_s())
 
     def _propose(self, view: View) -> bool:
-        """Write the roster that follows `view`. False: try again."""
+        """Write the roster that follows `view`. Returns False to try again."""
         roster = next_roster(view, self._settings.max_nodes)
         try:
             key = self._keys.torchrun_roster
@@ -262,8 +262,9 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
     # Meeting them.
 
     def _meet(self, roster: Roster, deadline: float) -> RendezvousInfo | None:
-        """Join the store of this generation and wait for its other members there. None when one of them is lost:
-        torchrun's next steps block on every member, and cannot be interrupted."""
+        """Join the store of this generation and wait for its other members there. None if one of them is lost:
+        torchrun's next steps block on every member and cannot be interrupted, so members must be known to be
+        present."""
         rank = roster.members.index(self._name)
         try:
             if rank == 0:
@@ -284,7 +285,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
         except DistError as error:
             log.info("generation %d lost its store: %s", roster.generation, error)
             return None
-        self._serving = server  # the store of the generation before goes
+        self._serving = server  # closes the store of the previous generation
         if server is not None:
             self._unused_server = None
         bootstrap = (
@@ -313,7 +314,7 @@ class EtcdV3RendezvousHandler(RendezvousHandler):
             return store
 
     def _has_broken(self, roster: Roster) -> bool:
-        """Whether this generation cannot meet any more: a member has died or gone back to waiting."""
+        """Whether this generation cannot meet any more: a member has died or waits again."""
         view = self._view()
         return view.roster.generation != roster.generation or any(
             name != self._name and (name not in view.nodes or view.is_waiting(view.nodes[name]))

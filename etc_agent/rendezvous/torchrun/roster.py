@@ -1,10 +1,10 @@
-"""The rules of the torchrun rendezvous, as pure functions: who is here, who waits, who makes up the next generation.
+"""The rules of the torchrun rendezvous, as pure functions: who is present, who waits, who forms the next generation.
 
-Every agent keeps a record under a lease; it is there while the agent lives. The roster is one key: the members of the
-newest generation, in rank order. A node's record says after which generation it waits for another. Whoever has
-registered first writes the next roster, by compare-and-swap, once every member of
-the old one that still lives waits as well. Records are left alone while the workers run, except that a node which has
-lost its lease registers again as busy.
+Every agent keeps a record under a lease, which exists while the agent lives. The roster is one key: the members of the
+newest generation, in rank order. A node's record says after which generation it waits for another one. Once every
+living member of the old roster waits as well, the node that registered first writes the next roster, by
+compare-and-swap. Records are not changed while the workers run, except that a node which has lost its lease registers
+again as busy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Ending(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One agent's record. `arrival` orders nodes by when they registered; `node_rank` is what its user asked for;
-    `waits_after` is the generation after which it wants another, None while its workers run; store_port: of a TCPStore
-    that nobody has used yet."""
+    """One agent's record. `arrival` orders nodes by when they registered; `node_rank` is what its user gave;
+    `waits_after` is the generation after which it wants another one, None while its workers run; `store_port`: of an
+    unused TCPStore."""
 
     name: str
     arrival: int
@@ -125,18 +125,18 @@ class View:
 
     @property
     def is_everybody_waiting(self) -> bool:
-        """Whether every live member of the newest generation waits for another."""
+        """Whether every living member of the newest generation waits for the next one."""
         return all(map(self.is_waiting, self.live_members))
 
     @property
     def scribe(self) -> Node | None:
-        """The one who writes the next roster."""
+        """The node that writes the next roster."""
         return min(self.waiting, key=lambda node: node.arrival, default=None)
 
 
 def next_roster(view: View, max_nodes: int) -> Roster:
-    """The generation that follows, of those who wait now: survivors keep their order, newcomers follow in order of
-    arrival, as many as fit; a node whose user gave it a rank gets that rank where it exists."""
+    """The next generation, of the nodes that wait now: members keep their order, newcomers follow in order of arrival,
+    as many as fit; a node with a user-given rank gets that rank where it exists."""
     survivors = [node for node in view.live_members if view.is_waiting(node)]
     ordered = in_rank_order([*survivors, *view.newcomers][:max_nodes])
     first = ordered[0]
@@ -160,9 +160,9 @@ def in_rank_order(nodes: Iterable[Node]) -> list[Node]:
 
 
 def num_nodes_waiting(view: View, me: str, generation: int, max_nodes: int, *, are_newcomers_settled: bool) -> int:
-    """How many nodes give member `me` of `generation` a reason to stop its workers and meet again: members that died or
-    have done with it, newcomers for whom there is room (at once where they fill the job, else when they have settled),
-    or the fact that the others have gone on without us.
+    """How many nodes are a reason for member `me` of `generation` to stop its workers and meet again: members that died
+    or are done with it, newcomers for whom there is room (at once where they fill the job, else when they have
+    settled), or the fact that the others have already formed another generation.
     """
     roster = view.roster
     if roster.ending is Ending.FINISHED:

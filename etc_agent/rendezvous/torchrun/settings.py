@@ -1,4 +1,4 @@
-"""What `--nnodes`, `--rdzv-endpoint` and `--rdzv-conf` mean to the etcd-v3 rendezvous of torchrun."""
+"""The settings of torchrun's etcd-v3 rendezvous, from `--nnodes`, `--rdzv-endpoint` and `--rdzv-conf`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Bounds and times of one run, as this node's user gave them."""
+    """The limits and timeouts of one run, as this node's user gave them."""
 
     min_nodes: int
     max_nodes: int
@@ -53,8 +53,8 @@ class Settings:
             EtcdError: a value is not a number in its range.
         """
         unknown = sorted(set(config) - set(_KNOWN))
-        if unknown:  # torchrun ignores what a backend does not know, and scripts rely on that
-            log.warning("--rdzv-conf %s means nothing to etcd-v3; it takes %s", ", ".join(unknown), ", ".join(_KNOWN))
+        if unknown:  # torchrun ignores options that a backend does not know, and scripts rely on that
+            log.warning("--rdzv-conf %s is ignored; etcd-v3 takes %s", ", ".join(unknown), ", ".join(_KNOWN))
         node_rank = config.get("node_rank", config.get("rank"))
         return Settings(
             min_nodes,
@@ -106,7 +106,7 @@ def _tls(config: Mapping[str, Any]) -> Tls | None:
 def _password(config: Mapping[str, Any]) -> str:
     file = config.get("password_file")
     if file is None:
-        password = os.environ.pop(PASSWORD_VARIABLE, None)  # torchrun hands its environment on to the workers
+        password = os.environ.pop(PASSWORD_VARIABLE, None)  # the workers inherit torchrun's environment
         if password is None:
             raise EtcdError(f"an etcd user was given without a password; set {PASSWORD_VARIABLE} or password_file=PATH")
         return password

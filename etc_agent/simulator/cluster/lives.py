@@ -1,7 +1,7 @@
-"""Random lives of a job on a simulated cluster: troubles of every kind, then peace, and what must be true all along.
+"""Random lives of a job on a simulated cluster: faults of every kind, then a quiet time, and what must hold throughout.
 
-While there is trouble: no two generations train at once (`World`). After it: every request has its answer, the job has
-ended or trains on exactly its workers, and in the size that was asked for, so that nothing is barred for ever.
+During the faults: no two generations train at once (`World`). After them: every request has its answer, and the job has
+ended or trains on exactly its workers and in the size that was asked for, so that no config is excluded for ever.
 """
 
 from __future__ import annotations
