@@ -80,9 +80,9 @@ class JobLife(RuleBasedStateMachine):
 
     def let_much_time_pass(self) -> None:
         """The leader decides once late, and then in time for what follows from that."""
-        self.cluster.phase_s = 1e9
+        self.cluster.phase_s = self.cluster.failed_s = 1e9
         self.cluster.lead()
-        self.cluster.phase_s = 0.0
+        self.cluster.phase_s = self.cluster.failed_s = 0.0
         self.cluster.run()
 
     @invariant()
