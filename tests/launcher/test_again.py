@@ -28,6 +28,7 @@ for number in range(6):
     dist.all_reduce(ones)
     assert ones.item() == dist.get_world_size()
     dist.new_group([0, 1])
+    dist.barrier()  # one that is through must not close what the other is still connecting to
     dist.destroy_process_group()
 os.write(1, f"done {os.environ['RANK']}\n".encode())
 """

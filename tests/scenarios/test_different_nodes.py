@@ -20,6 +20,8 @@ total = torch.ones(())
 dist.all_reduce(total)
 names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
 print(json.dumps({"argv": sys.argv[1:], "total": int(total), **{name: os.environ[name] for name in names}}), flush=True)
+dist.barrier()  # a rank that ended earlier could take its last messages with it
+dist.destroy_process_group()
 """
 
 

@@ -208,7 +208,7 @@ class MiniAgent:
 
     def rebind(self, kinds: str) -> None:
         """Have every worker do `kinds` (`rebinding`) after one step, the same one, and wait until it is done."""
-        step = self.steps()[-1]["step"] + 10
+        step = self.steps()[-1]["step"] + 25
         (self.directory / "rebind.part").write_text(kinds)
         (self.directory / "rebind.part").rename(self.directory / f"rebind-{step}")
         assert self.steps()[-1]["step"] < step
