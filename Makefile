@@ -1,6 +1,7 @@
 # make setup   the environment alone: .venv, PyTorch, etcd
 # make run     a real training job that changes size four times, with a table and a picture at the end
 # make test    everything that must hold
+# make test-long   sweeps that take minutes each, over every case of a kind
 #
 # Fresh Debian with Python 3.11 or newer; nothing but PyPI and Debian's packages.
 
@@ -21,7 +22,7 @@ TEST_JOBS ?= 3
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup run test lint clean
+.PHONY: setup run test test-long lint clean
 
 setup: $(STAMP)
 
@@ -39,6 +40,9 @@ run: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -q -rs -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+
+test-long: setup
+	$(BIN)/python -m pytest -q -rs -m long
 
 lint: setup
 	$(BIN)/ruff check .
