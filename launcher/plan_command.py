@@ -16,8 +16,8 @@ from rich.table import Table
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology
-from etc_agent.planner.model_holdings import model_holdings
-from etc_agent.planner.placement import place_holdings
+from etc_agent.planner.model_atoms import model_atoms
+from etc_agent.planner.placement import place_atoms
 from etc_agent.planner.predict import Device, Training, rank_configs
 from etc_agent.simulator.summary import PlanSummary, summarise
 from etc_agent.state.model import ModelDescription
@@ -191,10 +191,10 @@ def _migration_s(
     previous: Sharding, config: ParallelConfig, topology: Topology, exclude: Sequence[str]
 ) -> float:
     """Predicted seconds of the change to `config`."""
-    holdings = model_holdings(previous, Sharding(previous.model, config))
+    table = model_atoms(previous, Sharding(previous.model, config))
     where = topology.slots[: previous.config.num_ranks]
-    return place_holdings(
-        holdings, topology.slots, where, topology, group_size=config.tp, excluded=exclude
+    return place_atoms(
+        table, topology.slots, where, topology, group_size=config.tp, excluded=exclude
     ).bottleneck_s
 
 

@@ -17,9 +17,9 @@ import click
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology
 from etc_agent.planner.instructions import Instructor
-from etc_agent.planner.model_holdings import model_holdings
+from etc_agent.planner.model_atoms import model_atoms
 from etc_agent.planner.paper import paper_sketch
-from etc_agent.planner.placement import Sketch, place_holdings
+from etc_agent.planner.placement import Sketch, place_atoms
 from etc_agent.simulator.random_cases import compare_with_brute_force
 from etc_agent.state.model import ModelDescription
 from etc_agent.state.sharding import Sharding
@@ -62,8 +62,8 @@ def cluster(num_nodes: int, num_slots: int, *, shared: bool = True) -> Topology:
 def plan(model: ModelDescription, before: str, after: str, nodes: Topology) -> Sketch:
     """Atoms, cost, sketch and placement from nothing."""
     previous, current = (ParallelConfig.parse(text) for text in (before, after))
-    holdings = model_holdings(Sharding(model, previous), Sharding(model, current))
-    return place_holdings(holdings, nodes.slots, nodes.slots[: previous.num_ranks], nodes, group_size=current.tp)
+    table = model_atoms(Sharding(model, previous), Sharding(model, current))
+    return place_atoms(table, nodes.slots, nodes.slots[: previous.num_ranks], nodes, group_size=current.tp)
 
 
 def least_s(action: Callable[[], object], repeats: int) -> float:
@@ -89,7 +89,7 @@ def instructions_s(nodes: Topology) -> float:
     """Seconds for the complete instructions of one rank of 16,384 with 128 layers."""
     previous, current = (Sharding(LARGE, ParallelConfig.parse(text)) for text in ("PP16TP8DP128", "PP32TP4DP128"))
     where = nodes.slots[: previous.config.num_ranks]
-    placement = place_holdings(model_holdings(previous, current), nodes.slots, where, nodes, group_size=4).placement
+    placement = place_atoms(model_atoms(previous, current), nodes.slots, where, nodes, group_size=4).placement
     return least_s(lambda: Instructor(previous, current, where, placement).instructions(5000), 2)
 
 
@@ -99,19 +99,19 @@ def table_2() -> tuple[list[float], list[float]]:
     for before, after, layers, gigabytes, bound in TABLE_2:
         model = paper_model(layers)
         previous, current = (ParallelConfig.parse(text) for text in (before, after))
-        holdings = model_holdings(Sharding(model, previous), Sharding(model, current))
+        table = model_atoms(Sharding(model, previous), Sharding(model, current))
         shared, own = cluster(32, 4), cluster(32, 4, shared=False)
         where = shared.slots[: previous.num_ranks]
-        ours = place_holdings(holdings, shared.slots, where, shared, least="bytes")
-        paper = paper_sketch(holdings, layers, previous, current, shared.slots, where, shared)
+        ours = place_atoms(table, shared.slots, where, shared, least="bytes")
+        paper = paper_sketch(table, layers, previous, current, shared.slots, where, shared)
         moved.append(ours.moved_bytes / GIGA)
         over.append(ours.bottleneck_s / bound)
         size = current.tp
         beside = {
-            "own NIC": place_holdings(holdings, own.slots, where, own, least="bytes"),
-            "tp in nodes": place_holdings(holdings, shared.slots, where, shared, group_size=size),
-            "packed": place_holdings(holdings, shared.slots, where, shared, group_size=size, pack=True),
-            "packed, own NIC": place_holdings(holdings, own.slots, where, own, group_size=size, pack=True),
+            "own NIC": place_atoms(table, own.slots, where, own, least="bytes"),
+            "tp in nodes": place_atoms(table, shared.slots, where, shared, group_size=size),
+            "packed": place_atoms(table, shared.slots, where, shared, group_size=size, pack=True),
+            "packed, own NIC": place_atoms(table, own.slots, where, own, group_size=size, pack=True),
         }
         print(f"  {before:>9} -> {after:<9} {moved[-1]:6.2f} GB (to reach {gigabytes}), "
               f"busiest NIC {ours.bottleneck_s:.3f} s (bound {bound}); "

@@ -200,7 +200,7 @@ class NodeAgent:
     def _heed_signals(self, records: JobRecords) -> None:
         """If the signal to this node has ended workers too, their state is lost: the others start without this node."""
         if self._workers.heed_signals(is_leaving=self._is_leaving(records)):
-            logger.warning("workers have ended by the signal to this node before their state was handed over")
+            logger.warning("the signal to this node has ended workers; the others go on without their state")
             self._lost_up_to = records.current.next_id - 1
             self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
 

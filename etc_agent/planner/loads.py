@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from etc_agent.parallel.topology import Node, Slot, Topology
-from etc_agent.planner.holdings import Holdings
+from etc_agent.planner.atoms import AtomTable
 
 _MAX_SPREAD = 200_000
 """Up to this many (needed part, possible port) entries sending is balanced exactly; beyond, it is spread evenly."""
@@ -110,7 +110,7 @@ class Fabric:
     `dense`: where small, what ranks need (ranks, atoms) and what nodes lack (nodes, atoms), as 0/1.
     """
 
-    holdings: Holdings
+    table: AtomTable
     ports: Ports
     node_names: tuple[str, ...]
     node_of_worker: NDArray[np.intp]
@@ -121,7 +121,7 @@ class Fabric:
 
     @classmethod
     def build(
-        cls, holdings: Holdings, previous_slots: Sequence[Slot], slots: Sequence[Slot], topology: Topology
+        cls, table: AtomTable, previous_slots: Sequence[Slot], slots: Sequence[Slot], topology: Topology
     ) -> Fabric:
         everywhere = dict.fromkeys([*slots, *previous_slots])
         ports = ports_of(topology, list(everywhere))
@@ -129,12 +129,12 @@ class Fabric:
         index = {name: number for number, name in enumerate(names)}
         nodes = np.array([index[slot.node] for slot in previous_slots], dtype=np.intp)
         through = np.array([ports.of[slot] for slot in previous_slots], dtype=np.intp)
-        held = holdings.union(nodes, len(names))
-        holder_ports = holdings.union(through, len(ports.names)).T.tocsr()
+        held = table.union(nodes, len(names))
+        holder_ports = table.union(through, len(ports.names)).T.tocsr()
         dense = None
-        if max(holdings.num_ranks, len(names)) * len(holdings.atom_bytes) <= _MAX_DENSE:
-            dense = (holdings.current.toarray().astype(np.float64), 1.0 - held.toarray())
-        return cls(holdings, ports, names, nodes, held, holder_ports, np.diff(holder_ports.indptr), dense)
+        if max(table.num_ranks, len(names)) * len(table.atom_bytes) <= _MAX_DENSE:
+            dense = (table.current.toarray().astype(np.float64), 1.0 - held.toarray())
+        return cls(table, ports, names, nodes, held, holder_ports, np.diff(holder_ports.indptr), dense)
 
     def loads(self, placement: Sequence[Slot]) -> Loads:
         """Bytes by port if current rank i is placed on ``placement[i]`` and the best sources are used."""
@@ -144,17 +144,17 @@ class Fabric:
 
     def loads_at(self, nodes: NDArray[np.intp], ports: NDArray[np.intp]) -> Loads:
         """The same from the numbers of each rank's node and port, (ranks,)."""
-        holdings = self.holdings
+        table = self.table
         # What a node already holds crosses no port.
         if self.dense is not None:
             lacking = self.dense[0] * self.dense[1][nodes]
-            by_rank, counts = lacking @ holdings.atom_bytes, lacking.sum(axis=0)
+            by_rank, counts = lacking @ table.atom_bytes, lacking.sum(axis=0)
         else:
-            missing = holdings.current - holdings.current.multiply(self.held[nodes])
-            by_rank = np.asarray(missing @ holdings.atom_bytes, dtype=np.float64)
+            missing = table.current - table.current.multiply(self.held[nodes])
+            by_rank = np.asarray(missing @ table.atom_bytes, dtype=np.float64)
             counts = np.asarray(missing.sum(axis=0), dtype=np.float64).ravel()
         received = np.bincount(ports, by_rank, minlength=len(self.ports.names)).astype(np.float64)
-        return Loads(self.ports, self.spread(counts * holdings.atom_bytes), received)
+        return Loads(self.ports, self.spread(counts * table.atom_bytes), received)
 
     def spread(self, wanted: NDArray[np.float64]) -> NDArray[np.float64]:
         """Bytes sent by port when `wanted` bytes of each atom, (atoms,), are spread over the ports that hold it."""

@@ -18,8 +18,8 @@ from scipy.optimize import linear_sum_assignment
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Placement, Slot, Topology
+from etc_agent.planner.atoms import AtomTable
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.holdings import Holdings
 from etc_agent.planner.loads import Fabric, ports_of
 from etc_agent.planner.placement import Sketch
 
@@ -62,7 +62,7 @@ def solve_sketch(cost: NDArray[np.float64]) -> list[tuple[int, int]]:
 
 
 def paper_sketch(
-    holdings: Holdings,
+    table: AtomTable,
     num_layers: int,
     previous: ParallelConfig,
     current: ParallelConfig,
@@ -104,7 +104,7 @@ def paper_sketch(
         raise PlanError(f"{current.num_ranks} ranks need as many slots; {len(free) + len(where)} are available")
     rest = iter(free)
     placement = tuple(where[rank] if rank in where else next(rest) for rank in range(current.num_ranks))
-    return _account(holdings, previous, current, pairs, placement, previous_placement, slots, topology)
+    return _account(table, previous, current, pairs, placement, previous_placement, slots, topology)
 
 
 def _in_group(index: int, group: int, config: ParallelConfig) -> int:
@@ -114,7 +114,7 @@ def _in_group(index: int, group: int, config: ParallelConfig) -> int:
 
 
 def _account(
-    holdings: Holdings,
+    table: AtomTable,
     previous: ParallelConfig,
     current: ParallelConfig,
     pairs: Sequence[tuple[int, int]],
@@ -126,7 +126,7 @@ def _account(
     """Exact bytes, each dp group from its own source group alone (round robin for new ones)."""
     ranks_of = np.array([current.coordinate(rank).dp for rank in range(current.num_ranks)])
     workers_of = np.array([previous.coordinate(worker).dp for worker in range(previous.num_ranks)])
-    needed, common = holdings.needed_bytes(), holdings.common_bytes()
+    needed, common = table.needed_bytes(), table.common_bytes()
     moved = int(needed.sum()) - sum(int(common[rank, worker]) for rank, worker in pairs)
     between = 0.0
     everywhere = list(dict.fromkeys([*slots, *previous_placement]))
@@ -136,7 +136,7 @@ def _account(
         ranks = np.flatnonzero(ranks_of == group)
         workers = np.flatnonzero(workers_of == group % previous.dp)
         # A dp group that is new takes whole copies, even next to a worker that has the state.
-        part = Holdings(holdings.atom_bytes, holdings.previous[workers], holdings.current[ranks])
+        part = AtomTable(table.atom_bytes, table.previous[workers], table.current[ranks])
         fabric = Fabric.build(part, [previous_placement[worker] for worker in workers], everywhere, topology)
         loads = fabric.loads([placement[rank] for rank in ranks])
         sent += loads.sent

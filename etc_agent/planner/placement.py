@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from etc_agent.parallel.topology import Placement, Slot, Topology
+from etc_agent.planner.atoms import AtomTable, atoms_of
 from etc_agent.planner.bounds import receiving_bound
 from etc_agent.planner.errors import PlanError
 from etc_agent.planner.exact import MAX_VARIABLES, SmallProblem
-from etc_agent.planner.holdings import Holdings, holdings_of
 from etc_agent.planner.loads import Fabric, Loads
 from etc_agent.planner.spots import Keep, Spots
 from etc_agent.state.layout import Layout
@@ -99,14 +99,14 @@ def place(
         spots = Spots(len(current), free, topology, group_size, pinned or {}, pinned_nodes)
         total = sum(shard.num_bytes for manifest in current for shard in manifest)
         return Sketch(spots.placement(spots.in_order()), (), total, 0)
-    return place_holdings(
-        holdings_of(previous, current), slots, previous_placement, topology,
+    return place_atoms(
+        atoms_of(previous, current), slots, previous_placement, topology,
         group_size=group_size, pinned=pinned, pinned_nodes=pinned_nodes, excluded=excluded, pack=pack, least=least,
     )
 
 
-def place_holdings(
-    holdings: Holdings,
+def place_atoms(
+    table: AtomTable,
     slots: Sequence[Slot],
     previous_placement: Placement,
     topology: Topology,
@@ -119,11 +119,11 @@ def place_holdings(
     least: Least = "time",
 ) -> Sketch:
     """The same from atoms, for jobs whose manifests would be too many to list. See `place`."""
-    if holdings.num_workers != len(previous_placement):
-        raise PlanError(f"{holdings.num_workers} previous manifests, but {len(previous_placement)} slots they are on")
+    if table.num_workers != len(previous_placement):
+        raise PlanError(f"{table.num_workers} previous manifests, but {len(previous_placement)} slots they are on")
     free = [slot for slot in slots if slot.node not in excluded]
-    spots = Spots(holdings.num_ranks, free, topology, group_size, pinned or {}, pinned_nodes)
-    search = _Search(holdings, spots, previous_placement, topology)
+    spots = Spots(table.num_ranks, free, topology, group_size, pinned or {}, pinned_nodes)
+    search = _Search(table, spots, previous_placement, topology)
     nodes = spots.fewest_nodes(search.keep) if pack else tuple(range(len(spots.node_names)))
     return search.sketch(search.best(nodes, least))
 
@@ -131,21 +131,21 @@ def place_holdings(
 class _Search:
     """One placement problem with everything computed once that no candidate changes."""
 
-    def __init__(self, holdings: Holdings, spots: Spots, previous: Placement, topology: Topology) -> None:
-        self.holdings, self.spots = holdings, spots
+    def __init__(self, table: AtomTable, spots: Spots, previous: Placement, topology: Topology) -> None:
+        self.table, self.spots = table, spots
         self.shared = all(node.shared_nics for node in topology.nodes)
-        self.fabric = Fabric.build(holdings, previous, spots.slots, topology)
+        self.fabric = Fabric.build(table, previous, spots.slots, topology)
         self.port_of_slot = np.array([self.fabric.ports.of[slot] for slot in spots.slots], dtype=np.intp)
-        self.unit = float(np.gcd.reduce(holdings.atom_bytes)) if len(holdings.atom_bytes) else 1.0
+        self.unit = float(np.gcd.reduce(table.atom_bytes)) if len(table.atom_bytes) else 1.0
         self.worker_on = {slot: worker for worker, slot in enumerate(previous)}
         self.worker_of_slot = np.array([self.worker_on.get(slot, -1) for slot in spots.slots], dtype=np.intp)
-        classes, rows = holdings.current_classes()
-        weighted = rows.multiply(holdings.atom_bytes).tocsr()
+        classes, rows = table.current_classes()
+        weighted = rows.multiply(table.atom_bytes).tocsr()
         on_node = (weighted @ self.fabric.held.T).toarray()[:, : len(spots.node_names)]
-        class_of_worker, held = holdings.previous_classes()
+        class_of_worker, held = table.previous_classes()
         common = np.hstack([(weighted @ held.T).toarray(), np.zeros((rows.shape[0], 1), np.int64)])
         class_of_slot = np.where(self.worker_of_slot >= 0, class_of_worker[self.worker_of_slot], held.shape[0])
-        self.needed = np.asarray(rows @ holdings.atom_bytes, dtype=np.float64) / self.unit
+        self.needed = np.asarray(rows @ table.atom_bytes, dtype=np.float64) / self.unit
         home = np.full(spots.num_ranks, -1, dtype=np.intp)
         for rank, slot in enumerate(previous[: spots.num_ranks]):
             home[rank] = spots.index_of.get(slot, -1)
@@ -309,9 +309,9 @@ class _Search:
         for key, index in number.items():
             sources[index, np.frombuffer(key, dtype=ports.indices.dtype)] = 1
         by_set = np.zeros((len(keys), len(sets)))
-        by_set[np.arange(len(keys)), set_of_atom] = self.holdings.atom_bytes / self.unit
+        by_set[np.arange(len(keys)), set_of_atom] = self.table.atom_bytes / self.unit
         by_set[[not key for key in keys]] = 0.0  # what nobody holds can be sent by nobody, wherever ranks go
-        need = self.holdings.current.toarray().astype(float)
+        need = self.table.current.toarray().astype(float)
         held = fabric.held.toarray().astype(float)[: len(spots.node_names)]
         missing = np.einsum("ra,na,aq->rnq", need, 1 - held, by_set, optimize=True)
         needed = self.needed[classes][:, None]

@@ -165,8 +165,8 @@ class FencedWriter:
         leader = seen.reads[0][0] if seen.reads[0] else None
         if leader is None or leader.create_revision != self._mandate.create_revision:
             raise FencedError(
-                f"not the leader any more: our term began at revision {self._mandate.create_revision}, "
-                + (f"the one of now at {leader.create_revision}" if leader else "now nobody leads")
+                f"this agent is not the leader any more: its term began at revision {self._mandate.create_revision}, "
+                + (f"the present leader's at {leader.create_revision}" if leader else "and now there is no leader")
             )
 
 

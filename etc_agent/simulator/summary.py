@@ -13,9 +13,9 @@ from etc_agent.parallel.topology import Placement, Slot, Topology
 from etc_agent.planner.loads import Links, ports_of
 from etc_agent.planner.memory import peak_bytes
 from etc_agent.planner.migration import make_plan
-from etc_agent.planner.model_holdings import model_holdings
+from etc_agent.planner.model_atoms import model_atoms
 from etc_agent.planner.paper import paper_sketch
-from etc_agent.planner.placement import Least, Sketch, place_holdings
+from etc_agent.planner.placement import Least, Sketch, place_atoms
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Manifest
 from etc_agent.state.sharding import Sharding
@@ -111,17 +111,17 @@ def summarise(
         PlanError: the change does not fit the topology or the budget.
     """
     where = previous_placement or topology.slots[: previous.config.num_ranks]
-    holdings = model_holdings(previous, current)
+    table = model_atoms(previous, current)
     if policy == "paper":
         free = [slot for slot in topology.slots if slot.node not in excluded]
         layers = previous.model.num_layers
-        sketch = paper_sketch(holdings, layers, previous.config, current.config, free, where, topology)
+        sketch = paper_sketch(table, layers, previous.config, current.config, free, where, topology)
     else:
-        sketch = place_holdings(
-            holdings, topology.slots, where, topology,
+        sketch = place_atoms(
+            table, topology.slots, where, topology,
             group_size=group_size or current.config.tp, excluded=excluded, pack=pack, least=least,
         )
-    needed, common = holdings.needed_bytes(), holdings.common_bytes()
+    needed, common = table.needed_bytes(), table.common_bytes()
     kept = [0] * current.config.num_ranks
     for rank, worker in sketch.pairs:
         kept[rank] = int(common[rank, worker])

@@ -10,8 +10,8 @@ import pytest
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology
 from etc_agent.planner.instructions import Instructor
-from etc_agent.planner.model_holdings import model_holdings
-from etc_agent.planner.placement import place_holdings
+from etc_agent.planner.model_atoms import model_atoms
+from etc_agent.planner.placement import place_atoms
 from etc_agent.state.boxes import whole
 from etc_agent.state.model import ModelDescription, StateKind
 from etc_agent.state.sharding import Sharding
@@ -34,7 +34,7 @@ def test_all_workers_together_rebuild_every_shard_once(model, before, after):
     cluster = Topology(tuple(Node(name, 4) for name in "abc"))
     previous, current = (Sharding(model, ParallelConfig.parse(text)) for text in (before, after))
     where = cluster.slots[: previous.config.num_ranks]
-    sketch = place_holdings(model_holdings(previous, current), cluster.slots, where, cluster)
+    sketch = place_atoms(model_atoms(previous, current), cluster.slots, where, cluster)
     instructor = Instructor(previous, current, where, sketch.placement)
     every = [instructor.instructions(worker) for worker in range(instructor.num_workers)]
     sends = sorted(t for one in every for t in map(repr, one.sends))

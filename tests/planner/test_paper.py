@@ -7,9 +7,9 @@ import pytest
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Slot, Topology
-from etc_agent.planner.model_holdings import model_holdings
+from etc_agent.planner.model_atoms import model_atoms
 from etc_agent.planner.paper import axis_cost, exact_merge, paper_sketch, printed_merge, solve_sketch
-from etc_agent.planner.placement import place, place_holdings
+from etc_agent.planner.placement import place, place_atoms
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Shard
 from etc_agent.state.model import ModelDescription
@@ -97,11 +97,11 @@ def test_dp_isolation_copies_what_other_replicas_have():
                              bias=True)
     cluster = Topology(tuple(Node(f"n{index}", 4, 4) for index in range(8)))
     before, after = parse("PP4TP2DP3"), parse("PP4TP8")
-    holdings = model_holdings(Sharding(model, before), Sharding(model, after))
+    table = model_atoms(Sharding(model, before), Sharding(model, after))
     where = cluster.slots[:24]
-    paper = paper_sketch(holdings, 36, before, after, cluster.slots, where, cluster, merge="drawn")
-    printed = paper_sketch(holdings, 36, before, after, cluster.slots, where, cluster)
-    ours = place_holdings(holdings, cluster.slots, where, cluster, least="bytes")
+    paper = paper_sketch(table, 36, before, after, cluster.slots, where, cluster, merge="drawn")
+    printed = paper_sketch(table, 36, before, after, cluster.slots, where, cluster)
+    ours = place_atoms(table, cluster.slots, where, cluster, least="bytes")
     assert round(paper.moved_bytes / 1e9, 1) == 46.1
     assert printed.moved_bytes > paper.moved_bytes
     assert ours.moved_bytes / 1e9 == pytest.approx(15.4, abs=0.1)
@@ -122,11 +122,11 @@ def test_a_fused_gate_and_up_projection_is_two_blocks():
 
 def test_zero1_moments_exist_once_so_shrinking_dp_moves_them():
     model = ModelDescription("m", num_layers=2, hidden=8, num_heads=4, vocab=16, zero1=True)
-    holdings = model_holdings(Sharding(model, parse("DP4")), Sharding(model, parse("DP2")))
-    kept = np.asarray(holdings.common_bytes().toarray()).max(axis=1).sum()
-    assert holdings.needed_bytes().sum() > kept
+    table = model_atoms(Sharding(model, parse("DP4")), Sharding(model, parse("DP2")))
+    kept = np.asarray(table.common_bytes().toarray()).max(axis=1).sum()
+    assert table.needed_bytes().sum() > kept
     dense = ModelDescription("m", num_layers=2, hidden=8, num_heads=4, vocab=16)
-    assert model_holdings(Sharding(dense, parse("DP4")), Sharding(dense, parse("DP2"))).cost_matrix().max() == 0
+    assert model_atoms(Sharding(dense, parse("DP4")), Sharding(dense, parse("DP2"))).cost_matrix().max() == 0
 
 
 def test_a_padded_vocabulary_straddles_owners():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from etc_agent.parallel.topology import Node, Slot, Topology
+from etc_agent.planner.atoms import atoms_of
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.holdings import holdings_of
 from etc_agent.planner.placement import place
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
@@ -45,14 +45,14 @@ def oracle_cost(previous: Layout, current: Layout) -> np.ndarray:
 @pytest.mark.parametrize("after", [(2, 1), (1, 4), (3, 2), (6, 1), (2, 2, 2)])
 def test_the_cost_matrix_counts_every_byte(before, after):
     previous, current = grid(6, *before), grid(6, *after)
-    assert (holdings_of(previous, current).cost_matrix() == oracle_cost(previous, current)).all()
+    assert (atoms_of(previous, current).cost_matrix() == oracle_cost(previous, current)).all()
 
 
 def test_boxes_cut_along_several_dims_cost_what_they_lack():
     tensor = LogicalTensor("w", (4, 6), "uint8", 1)
     previous = ((Shard(tensor, Box((0, 0), (4, 3))),), (Shard(tensor, Box((0, 3), (4, 3))),))
     current = ((Shard(tensor, Box((0, 0), (2, 6))), Shard(tensor, Box((2, 0), (1, 1)))),)
-    assert holdings_of(previous, current).cost_matrix().tolist() == [[6, 7]]
+    assert atoms_of(previous, current).cost_matrix().tolist() == [[6, 7]]
 
 
 @pytest.mark.parametrize("seed", range(20))

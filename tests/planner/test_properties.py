@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology
+from etc_agent.planner.atoms import atoms_of
 from etc_agent.planner.errors import MissingSourceError, PlanError
-from etc_agent.planner.holdings import holdings_of
 from etc_agent.planner.memory import peak_bytes
 from etc_agent.planner.migration import make_plan
-from etc_agent.planner.model_holdings import model_holdings
-from etc_agent.planner.placement import place, place_holdings  # noqa: F401 (used under other hash seeds)
+from etc_agent.planner.model_atoms import model_atoms
+from etc_agent.planner.placement import place, place_atoms  # noqa: F401 (used under other hash seeds)
 from etc_agent.simulator.fabric import execute
 from etc_agent.state.model import ModelDescription, StateKind
 from etc_agent.state.sharding import Sharding, refusal
@@ -108,7 +108,7 @@ def test_the_quick_atoms_of_a_model_are_those_of_its_layouts(model, before, afte
     assume(refusal(model, before) is None)
     assume(refusal(model, after) is None)
     previous, current = Sharding(model, before), Sharding(model, after)
-    listed, quick = holdings_of(previous.layout(), current.layout()), model_holdings(previous, current)
+    listed, quick = atoms_of(previous.layout(), current.layout()), model_atoms(previous, current)
     assert (quick.cost_matrix() == listed.cost_matrix()).all()
     # What several workers hold together, too: on two nodes, the even workers on the one, the odd ones on the other.
     two = np.arange(before.num_ranks) % 2
@@ -122,7 +122,7 @@ from tests.planner.test_properties import *
 model = ModelDescription("m", num_layers=4, hidden=8, num_heads=4, vocab=13, tied=True, kinds=KINDS)
 cluster = Topology(tuple(Node(f"n{i}", 3) for i in range(4)))
 before, after = (Sharding(model, ParallelConfig.parse(text)) for text in ("PP2TP2DP2", "PP4TP1DP3"))
-sketch = place_holdings(model_holdings(before, after), cluster.slots, cluster.slots[:8], cluster)
+sketch = place_atoms(model_atoms(before, after), cluster.slots, cluster.slots[:8], cluster)
 old, new = before.layout(), after.layout()
 plan = make_plan([*old, *[()] * 4], new, nodes=[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], forwarding=True)
 print(*map(str, sketch.placement), plan.digest)

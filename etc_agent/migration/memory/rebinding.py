@@ -127,8 +127,8 @@ class NewPlaces:
                 continue
             raise MigrationError(
                 f"worker {self._worker}: new shard of {describe(shard.tensor, shard.box)} lies in memory that the old "
-                f"shard of {describe(found.tensor, found.box)} uses, and would be written to before the change is "
-                "certain; let build() make its tensors each time, and keep none from one generation for the next"
+                f"shard of {describe(found.tensor, found.box)} uses, and would be written to before the "
+                "commit; let build() make new tensors each time, and keep none from one generation for the next"
             )
 
 

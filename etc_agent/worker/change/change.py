@@ -169,14 +169,14 @@ class Change:
             raise AbortedError(f"generation {self.generation.id} was withdrawn") from None
         except TimeoutError:
             raise EtcError(
-                f"no step ended within {timeout_s:g} s (switch_timeout_s), and the state can only be looked at between "
-                "two steps"
+                f"no step ended within {timeout_s:g} s (switch_timeout_s), and the state can only be read between two "
+                "steps; raise switch_timeout_s, or shorten the pause between steps"
             ) from None
 
     def await_memory(self) -> None:
         """Wait until the memory of earlier generations is freed, so that measuring free memory is meaningful."""
         if not self._retirements.wait(self._settings.abort_timeout_s):
-            _log.warning("the generation before is not freed yet; generation %d may find little memory free",
+            _log.warning("the old generation's memory is not freed yet, so there may be too little for generation %d",
                          self.generation.id)
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class Change:
         before, self._before = self._before, None
         if before is not None and not before.join(self._settings.abort_timeout_s):
             _log.error(
-                "generation %d was given up and is not freed within %g s (abort_timeout_s); build() may still run",
+                "generation %d was aborted, but is not freed after %g s (abort_timeout_s); build() may still run",
                 before.generation.id, self._settings.abort_timeout_s,
             )
 

@@ -107,11 +107,11 @@ class Conversation:
         try:
             self._channel.send(message)
         except OSError as error:
-            _log.info("the agent does not hear %s: %s", message.type, error)
+            _log.info("message %s could not be sent to the agent: %s", message.type, error)
         except MessageTooLargeError as error:
-            _log.error("the agent cannot be told: %s", error)
+            _log.error("a message could not be sent to the agent: %s", error)
             if isinstance(message, Described) and message.layout is not None:
-                self.send(Described(message.config, None, f"its layout cannot be told: {error}"))
+                self.send(Described(message.config, None, f"its layout cannot be sent: {error}"))
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Conversation:
             case Committed():
                 pass
             case _:
-                _log.error("the agent sent %s, which is for agents", message.type)
+                _log.error("ignored message %s of the agent: only workers send it", message.type)
 
     def _prepare(self, message: Prepare) -> None:
         order = Order(

@@ -1,4 +1,4 @@
-"""Holdings of two shardings of one model, without listing its tensors for every rank.
+"""AtomTable of two shardings of one model, without listing its tensors for every rank.
 
 Layers with the same previous and current stage share their atoms, and so do tensors that are cut alike. That leaves a
 few thousand atoms for any number of ranks; for what ZeRO-1 splits there are about as many atoms as ranks.
@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
+from etc_agent.planner.atoms import AtomTable
 from etc_agent.planner.cells import Cell, cells_of
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.flat_holdings import flat_atoms
-from etc_agent.planner.holdings import Holdings
+from etc_agent.planner.flat_atoms import flat_atoms
 from etc_agent.state.sharding import Sharding
 
 MAX_FLAT_RANKS = 4096
@@ -27,8 +27,8 @@ _Atom = tuple[_Parts, _Parts, _Parts, _Parts, int | None]
 """Previous stages and tp parts, current stages and tp parts, expert."""
 
 
-def model_holdings(previous: Sharding, current: Sharding) -> Holdings:
-    """The atoms of a change from `previous` to `current`; the same as `holdings_of` of their layouts.
+def model_atoms(previous: Sharding, current: Sharding) -> AtomTable:
+    """The atoms of a change from `previous` to `current`; the same as `atoms_of` of their layouts.
 
     Raises:
         PlanError: the two are not of one model, or too large with ZeRO-1.
@@ -52,7 +52,7 @@ def model_holdings(previous: Sharding, current: Sharding) -> Holdings:
         atom_bytes += [elements * split for elements in flat.values()]
         before += [np.array(holders) for holders, _ in flat]
         after += [np.array(needers) for _, needers in flat]
-    return Holdings(
+    return AtomTable(
         np.array(atom_bytes, dtype=np.int64),
         _matrix(before, previous.config.num_ranks),
         _matrix(after, current.config.num_ranks),

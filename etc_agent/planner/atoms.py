@@ -25,7 +25,7 @@ _Owned = tuple[int, int, Box]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holdings:
+class AtomTable:
     """`atom_bytes`: int64 (atoms,). `previous`, `current`: sparse 0/1 matrices (workers, atoms) and (ranks, atoms)."""
 
     atom_bytes: NDArray[np.int64]
@@ -73,7 +73,7 @@ class Holdings:
         return held
 
 
-def holdings_of(previous: Layout, current: Layout) -> Holdings:
+def atoms_of(previous: Layout, current: Layout) -> AtomTable:
     """The atoms of two layouts. Tensors with the same shape and owners are cut once.
 
     Raises:
@@ -90,7 +90,7 @@ def holdings_of(previous: Layout, current: Layout) -> Holdings:
             sizes[holders] = sizes.get(holders, 0) + elements * weight
     atoms = sorted(sizes)
     atom_bytes = np.array([sizes[holders] for holders in atoms], dtype=np.int64)
-    return Holdings(
+    return AtomTable(
         atom_bytes,
         _rows([holders[0] for holders in atoms], len(previous)),
         _rows([holders[1] for holders in atoms], len(current)),
