@@ -30,7 +30,7 @@ def rule(evidence: Evidence, fencing: Fencing, now: float) -> float:
 
 
 class Outside(Protocol):
-    """What an agent finds outside of itself."""
+    """What an agent can reach outside its own node."""
 
     now: float
     policy: Policy
@@ -52,8 +52,8 @@ class Outside(Protocol):
 
 @dataclass
 class Agent:
-    """A node. `is_frozen`: its agent is stopped, and its guardian and workers are not. `renewal_s`: how long etcd takes
-    to answer its renewals."""
+    """A node. `is_frozen`: its agent is stopped, but not its guardian and workers. `renewal_s`: how long etcd takes to
+    answer its lease renewals."""
 
     name: str
     num_slots: int
@@ -83,11 +83,11 @@ class Agent:
     _record: NodeRecord | None = None
 
     def drain(self) -> None:
-        """It gets SIGTERM."""
+        """The node gets SIGTERM."""
         self._state = NodeState.DRAINING
 
     def step(self) -> None:
-        """What a living agent does several times a second."""
+        """One turn of the agent's loop, which runs several times a second."""
         now = self.world.now
         has_news = self._follow_etcd(now)
         self.contact = self.contact.at(now, self._heard_at, self.world.fencing)
@@ -117,7 +117,7 @@ class Agent:
     # ---- etcd -------------------------------------------------------------------------------------------------
 
     def _follow_etcd(self, now: float) -> bool:
-        """Renew the lease, read what has changed; whether something has."""
+        """Renew the lease and read what has changed; returns whether something has."""
         etcd = self.world.etcd
         if not self.world.reaches_etcd(self.name):
             self._renewal_asked_at = None
@@ -146,7 +146,7 @@ class Agent:
         return True
 
     def _publish(self) -> None:
-        """Bring the node's record in etcd to what it is."""
+        """Write the node's record to etcd."""
         if is_used(f"{self.name}:{self._store_port}", self.records.generations):
             self._store_port += 1
         record = NodeRecord(
@@ -230,7 +230,7 @@ class Agent:
     # ---- the lead ---------------------------------------------------------------------------------------------
 
     def _lead(self, now: float) -> float:
-        """Decide once, if this agent leads. When to look again if nothing changes."""
+        """Decide once, if this agent leads. Returns when to look again if nothing changes."""
         world, fencing = self.world, self.world.fencing
         if not self.observer.may_lead(self.name, self.records, now, fencing.lease_s):
             if self._mandate:
@@ -253,7 +253,7 @@ class Agent:
         return now
 
     def view(self) -> View:
-        """What this agent would decide from now."""
+        """The view from which this agent would decide now."""
         now = self.world.now
         alive_at = {name: status.at for name, status in self.statuses.items() if status.has_workers}
         connected_s = self.contact.followed_s(now)
@@ -267,7 +267,7 @@ class Agent:
 
     @property
     def is_done(self) -> bool:
-        """Its agent has nothing to stay for: the job is over, or the node was told to leave and has left."""
+        """Whether its agent can end: the job is over, or the node was told to leave and has left."""
         current = self.records.current
         if self.has_workers:
             return False
@@ -278,7 +278,7 @@ class Agent:
         return is_leaving and not any(g is not None and self.name in g.nodes for g in members)
 
     def leave(self) -> None:
-        """The agent ends in order."""
+        """The agent ends normally."""
         self.has_left = True
         if self._lease and self.world.reaches_etcd(self.name) and self.world.etcd.renew(self._lease, self.world.now):
             self.world.etcd.revoke(self._lease)

@@ -1,4 +1,4 @@
-"""A job's control plane in which everybody acts at once until nobody has anything to do: decisions without time.
+"""A job's control plane without time: every part acts at once, until no part has anything to do.
 
 `Cluster` holds the records in dicts, applies the leader's decisions and does what `member.owed` asks of each node.
 Workers answer at once or never, and a test sets the durations that the leader sees. `world.World` has a clock, leases
@@ -79,7 +79,7 @@ class Cluster:
     # ---- what happens to a job --------------------------------------------------------------------------------
 
     def join(self, name: str, num_slots: int = 2) -> None:
-        """A new agent, which knows nothing of an earlier one of that name."""
+        """A new agent; it knows nothing about an earlier one of that name."""
         self._register(name, num_slots)
         self.workers[name] = {}
         self.lost_up_to[name] = self.current.next_id - 1
@@ -91,23 +91,23 @@ class Cluster:
         )
 
     def lose(self, name: str) -> None:
-        """The node's lease has run out."""
+        """The node's lease has expired, and its workers have ended."""
         del self.nodes[name], self.workers[name]
 
     def cut_off(self, name: str) -> None:
-        """The node's lease has just run out, and its workers may still be there."""
+        """The node's lease has just expired, and its workers may still be running."""
         self.cut[name] = (self.nodes.pop(name), self.current.next_id - 1)
         self.absent_s[name] = 0.0
 
     def fence(self, name: str) -> None:
-        """A node that is cut off stops its workers by itself."""
+        """A node that is cut off stops its own workers."""
         self.lost_up_to[name] = self.cut[name][1]
         for index, worker in self.workers[name].items():
             if worker.is_running:
                 self.workers[name][index] = replace(worker, exit_code=137)
 
     def come_back(self, name: str) -> None:
-        """A node that was cut off is there again."""
+        """A node that was cut off is back."""
         del self.absent_s[name]
         self._register(name, self.cut.pop(name)[0].num_slots)
 
@@ -123,7 +123,7 @@ class Cluster:
         self.workers[name][index] = replace(worker, exit_code=failure.exit_code, failure=failure)
 
     def stay(self, why: str) -> None:
-        """The workers in the midst of a switch go on in the generation that they come from."""
+        """The workers that are in a switch continue in the generation from which they come."""
         for workers in self.workers.values():
             for index, worker in workers.items():
                 if worker.is_running and (Armed.type, self.current.proposed) in worker.told:
@@ -132,7 +132,7 @@ class Cluster:
                     workers[index] = replace(worker, refused=refused)
 
     def progress(self, name: str) -> None:
-        """The node's workers end a step."""
+        """The node's workers complete a step."""
         for index, worker in self.workers[name].items():
             self.workers[name][index] = replace(worker, has_stepped=True)
 
@@ -152,7 +152,7 @@ class Cluster:
         )
 
     def run(self, limit: int = 200) -> None:
-        """Let leader and nodes act until nobody has anything to do."""
+        """Let leader and nodes act until none of them has anything to do."""
         for _ in range(limit):
             acted = any([self._act(name) for name in list(self.nodes)])
             if not self.lead() and not acted:
@@ -168,7 +168,7 @@ class Cluster:
                     workers[index] = replace(worker, prepared={**worker.prepared, self.current.proposed: ready})
 
     def lead(self) -> bool:
-        """Let the leader decide once; whether it had anything to do."""
+        """Let the leader decide once; returns whether it had anything to do."""
         match decide(self.view()):
             case Wait():
                 return False
@@ -274,6 +274,6 @@ class Cluster:
         }
 
     def assert_consistent(self) -> None:
-        """Exactly the committed generation's slots run a worker, once the job is at rest."""
+        """Exactly the committed generation's slots have a worker, once nothing is left to do."""
         if self.current.outcome is Outcome.RUNNING and self.current.committed:
             assert self.running() == {(slot.node, slot.index) for slot in self.committed.placement}

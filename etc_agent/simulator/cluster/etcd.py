@@ -1,4 +1,4 @@
-"""etcd as the agents of one job see it: records with a revision, leases that run out, and fenced transactions."""
+"""etcd as the agents of one job see it: records with a revision, leases that expire, and fenced transactions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from etc_agent.reconfig.view import Write
 
 @dataclass
 class Etcd:
-    """One simulated etcd. Whoever calls a method reaches it; `World` decides who does.
+    """One simulated etcd. `World` decides which callers can reach it.
 
-    `records`: what a watch would show now. `revision`: grows with every change of them. `replies`: every answer that
-    was ever written to ``control/reply``.
+    `records`: what a watch would show now. `revision`: grows with every change of the records. `replies`: every answer
+    ever written to ``control/reply``.
     """
 
     ttl_s: float
@@ -42,13 +42,13 @@ class Etcd:
         return self.revision
 
     def renew(self, lease: int, now: float) -> bool:
-        """Whether the lease is still there, and has its full time again."""
+        """Give the lease its full time again; returns whether it still exists."""
         if lease in self._leases:
             self._leases[lease] = now + self.ttl_s
         return lease in self._leases
 
     def expire(self, now: float) -> None:
-        """Remove the leases that have run out, and what hangs on them."""
+        """Remove the leases that have expired, and their keys."""
         for lease in [lease for lease, until in self._leases.items() if until < now]:
             self.revoke(lease)
 
@@ -61,14 +61,15 @@ class Etcd:
             self.resign()
 
     def start_again(self, now: float) -> None:
-        """It was away, and gives every lease its full time again."""
+        """After an outage: every lease gets its full time again."""
         self.is_up = True
         self._leases = {lease: now + self.ttl_s for lease in self._leases}
 
     # ---- nodes and the lead -----------------------------------------------------------------------------------
 
     def register(self, record: NodeRecord, lease: int) -> bool:
-        """Create or replace the node's record under `lease`; False where that is gone, or another has the name."""
+        """Create or replace the node's record under `lease`; False if the lease is gone, or another node has the
+        name."""
         if lease not in self._leases or self._of_node.get(record.name, lease) != lease:
             return False
         before = {node.name: node for node in self.records.nodes}
@@ -78,7 +79,7 @@ class Etcd:
         return True
 
     def campaign(self, name: str, lease: int) -> int:
-        """Take the lead if nobody has it. The mandate where `name` leads under `lease`, else 0."""
+        """Take the lead if nobody has it. Returns the mandate if `name` leads under `lease`, else 0."""
         if not self._of_leader and lease in self._leases:
             self._of_leader = lease
             self.change(leader=name)
@@ -86,7 +87,7 @@ class Etcd:
         return self._mandate if self._of_leader == lease else 0
 
     def resign(self) -> None:
-        """Nobody leads."""
+        """Give the lead back."""
         self._of_leader = 0
         self.change(leader="")
 
@@ -102,7 +103,7 @@ class Etcd:
         return request
 
     def transact(self, write: Write, mandate: int, known_revision: int) -> bool:
-        """The leader's fenced transaction; whether it was applied."""
+        """The leader's fenced transaction; returns whether it was applied."""
         if mandate != self._mandate or not self._of_leader or known_revision != self.records.current_revision:
             return False
         generations = dict(self.records.generations)

@@ -26,11 +26,11 @@ PEACE_S = 120.0
 
 
 class BrokenPromise(AssertionError):
-    """What must be true after a time of peace is not."""
+    """A property that must hold after the quiet time does not."""
 
 
 class Life:
-    """One life by the numbers of `random`; `story` says what happened, one line each."""
+    """One random life, from the numbers of `random`; `story` has one line for each event."""
 
     def __init__(self, world: World, random: Random, num_nodes: int = 2) -> None:
         self.world, self.random = world, random
@@ -41,7 +41,7 @@ class Life:
         world.run(random.choice((2.0, 20.0)))
 
     def trouble(self, num_events: int) -> None:
-        """So many events, with time between them."""
+        """That many events, with time between them."""
         for _ in range(num_events):
             if self.world.is_over:
                 return
@@ -49,7 +49,7 @@ class Life:
             self.world.run(self.random.choice((0.25, 0.5, 1.0, 2.0, 4.0, 9.0, 15.0)))
 
     def peace(self) -> None:
-        """Everything is mended; then the promises are checked.
+        """Mend everything, let time pass, then check the properties.
 
         Raises:
             BrokenPromise: one does not hold.
@@ -90,7 +90,7 @@ class Life:
         return self.random.choice(sorted(self.world.agents) or ["nobody"])
 
     def _a_node_joins(self) -> None:
-        """Only where somebody of the job hears etcd: see docs/liveness.md, "What remains"."""
+        """Only if some node of the job hears etcd: see docs/liveness.md, "What remains"."""
         world, name = self.world, self.random.choice(NAMES)
         if name in world.agents or not world.etcd.is_up:
             return
@@ -185,7 +185,7 @@ class Life:
 
 
 def check(world: World) -> None:
-    """What must be true of a cluster after a time of peace.
+    """Check the properties of a cluster after a quiet time.
 
     Raises:
         BrokenPromise: it is not.
@@ -214,8 +214,8 @@ def _promise(is_kept: bool, what: str) -> None:
 
 
 def _meeting(view: View, model: Model) -> ParallelConfig | None:
-    """The config that the wanted size means on the nodes that are here, whatever was tried in vain before; None where
-    they do not suffice."""
+    """The config of the wanted size on the present nodes, whatever has failed before; None if the nodes do not
+    suffice."""
     impossible = {ParallelConfig.parse(config): why for config, why in model.impossible.items()}
     fresh = replace(
         view,

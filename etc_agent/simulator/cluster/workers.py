@@ -1,4 +1,4 @@
-"""Simulated worker processes: what they answer to their agent, and which generation they train in."""
+"""Simulated worker processes: their answers to the agent, and the generation in which they train."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def layout_of(config: ParallelConfig) -> Layout:
 
 @dataclass
 class Model:
-    """What the workers of a job are like.
+    """The behaviour of a job's workers.
 
-    `in_session`: they can change in place; else they are plain scripts. `impossible`: configs that the model refuses,
-    always, with its reason. `refusing`: why workers refuse to prepare just now; "" where they are willing. `is_slow`:
-    they are not ready, and neither refuse nor answer. `votes_down`: why a switch is voted down just now. `kind`: of
-    both these errors. `stop_s`: from the signal to stop until the process has ended.
+    `in_session`: they can change in place; else they are plain scripts. `impossible`: config -> the reason why the
+    model always refuses it. `refusing`: why workers refuse to prepare just now; "" if they do not. `is_slow`: they
+    neither become ready nor refuse. `votes_down`: why a switch is voted down just now. `kind`: of both these errors.
+    `stop_s`: seconds from the signal to stop until the process has ended.
     """
 
     in_session: bool = True
@@ -47,8 +47,8 @@ class Model:
 
 @dataclass
 class Worker:
-    """One process. `generation`: the one that it trains in, 0 while it waits to join one. `armed`: the one that it may
-    switch to. `ends_at`: when it will have ended, after it was told to."""
+    """One process. `generation`: the one in which it trains, 0 while it waits to join one. `armed`: the one to which it
+    may switch. `ends_at`: when it will have ended, after it was told to stop."""
 
     view: WorkerView
     generation: int = 0
@@ -74,7 +74,7 @@ class Worker:
         return self.generation > 0 or any(refused.kind is ErrorKind.MODEL for refused in self.view.refused.values())
 
     def hear(self, generation: int, message: Message, model: Model) -> None:
-        """The agent's message."""
+        """Handle a message of the agent."""
         self.view = replace(self.view, told=self.view.told | {(message.type, generation)})
         if isinstance(message, Prepare):
             self.prepare(model)
@@ -82,7 +82,7 @@ class Worker:
             self.armed = generation
 
     def prepare(self, model: Model) -> None:
-        """Answer every generation that it was told to prepare for and has not answered."""
+        """Answer for every generation that it was told to prepare and has not answered for."""
         for kind, generation in self.view.told:
             if kind != Prepare.type or generation in {**self.view.prepared, **self.view.refused}:
                 continue
@@ -108,7 +108,7 @@ class Worker:
             self.view = replace(self.view, has_stepped=True)
 
     def stop(self, now: float, after_s: float) -> None:
-        """Told to end, by a signal."""
+        """It was told to end, by a signal."""
         self.ends_at = min(self.ends_at, now + after_s)
 
     def end(self, exit_code: int) -> None:

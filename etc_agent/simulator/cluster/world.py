@@ -1,7 +1,7 @@
-"""A job's whole cluster on a virtual clock: etcd with leases, agents, workers, and a network that breaks in parts.
+"""A job's whole cluster on a virtual clock: etcd with leases, agents, workers, and a network that can fail in parts.
 
 Agents run the real decisions (`reconfig.leader`, `reconfig.member`, `reconfig.fencing`) on records that they can read
-only while they reach etcd. `World.run` lets time pass and checks, at every moment, that no two generations train.
+only while they reach etcd. `World.run` lets time pass and checks at every moment that no two generations train.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class TrainedAtOnce(AssertionError):
 
 @dataclass
 class World:
-    """`cut`: the pairs (from, to) of nodes, or of a node and `ETCD`, of which the first cannot open a connection to the
+    """`cut`: pairs (from, to) of nodes, or of a node and `ETCD`, where the first cannot open a connection to the
     second. `trained`: generation -> the first and the last moment at which it trained. `fencing_rule` and `decide` are
-    the real ones unless a test puts a wrong one in their place, to see that it is noticed."""
+    the real ones unless a test replaces them by a wrong one, to see that this is noticed."""
 
     policy: Policy
     fencing: Fencing
@@ -51,13 +51,13 @@ class World:
     # ---- what happens to a cluster ----------------------------------------------------------------------------
 
     def join(self, name: str, num_slots: int = 2) -> None:
-        """A new agent, which knows nothing of an earlier one of that name."""
+        """A new agent; it knows nothing about an earlier one of that name."""
         self._num_lives += 1000
         agent = Agent(name, num_slots, self, self._num_lives, lost_up_to=self.etcd.records.current.next_id - 1)
         self.agents[name] = agent
 
     def die(self, name: str) -> None:
-        """The host is gone, and everything on it."""
+        """The host fails, with everything on it."""
         del self.agents[name]
 
     def split(self, one: str, other: str) -> None:
@@ -65,7 +65,7 @@ class World:
         self.cut |= {(one, other), (other, one)}
 
     def heal(self) -> None:
-        """The network is whole."""
+        """Repair the network."""
         self.cut.clear()
 
     # ---- the network ------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class World:
         return agent.status
 
     def _are_linked(self, nodes: tuple[str, ...]) -> bool:
-        """Whether the workers on all of `nodes` can talk to each other."""
+        """Whether the workers on all of `nodes` can reach each other."""
         return not self.cut or not any(pair in self.cut for pair in permutations(nodes, 2))
 
     # ---- time passes ------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class World:
         return worker if worker and worker.is_running and worker.generation == generation.id else None
 
     def _train(self) -> None:
-        """Workers that can talk to all others of their generation end a step, and change where all are armed."""
+        """Workers that can reach all others of their generation complete a step, and switch if all are armed."""
         alive = {w.generation for a in self.agents.values() for w in a.workers.values() if w.is_running}
         training = []
         for generation_id in sorted(alive - {0}):
@@ -149,7 +149,7 @@ class World:
             raise TrainedAtOnce(f"generations {training} trained at once, {self.now:g} s after the start")
 
     def _change(self, generation: Generation, whole: list[Worker]) -> None:
-        """The vote of the next change, if every worker of both generations is there and armed."""
+        """The vote of the next change, if every worker of both generations is present and armed."""
         proposed = self.etcd.records.generations.get(max(worker.armed for worker in whole))
         if proposed is None or proposed.previous != generation.id:
             return
@@ -183,7 +183,7 @@ class World:
         return self.etcd.records.generations[self.etcd.records.current.committed]
 
     def trains(self) -> bool:
-        """Whether the committed generation trained just now, on exactly the workers that are there."""
+        """Whether the committed generation has trained just now, on exactly the present workers."""
         _, last = self.trained.get(self.etcd.records.current.committed, (0.0, -1.0))
         wanted = {(slot.node, slot.index) for slot in self.committed.placement} if last >= 0 else set()
         return last == self.now and wanted == self.running()
