@@ -1,4 +1,4 @@
-"""The border: do the tensors that a worker brings match what the plan says of them?"""
+"""Checks that the tensors which a worker brings match the plan, before anything is moved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etc_agent.state.layout import LogicalTensor, Shard
 
 
 def needed_shards(plan: MigrationPlan, worker: int) -> tuple[list[Shard], list[Shard]]:
-    """The old and the new shards of `worker` that the plan reads and writes, each once."""
+    """The old and the new shards of `worker` that the plan reads and writes, each listed once."""
     old: dict[Shard, None] = {}
     new: dict[Shard, None] = {}
     for refer in plan.refers:

@@ -7,7 +7,7 @@ pair, and the wire does not idle between rounds:
     post 0 . copy what stays . post 1 . finish 0 . post 2 . finish 1 . ... . finish n-1
 
 A worker that sends on what it has received (a plan made with ``forwarding``) finishes a round before it posts the one
-that does so. No circle of waits can form: a round needs no more than that all workers have finished the one before.
+that forwards its data. No cycle of waits can form: a round only requires that all workers have finished the one before.
 
 A contiguous box travels from tensor to tensor in place. Small boxes, and boxes that are not contiguous in their shard,
 pass through a staging buffer; each of the two rounds in flight has its own. Workers of one host whose new tensors lie
@@ -80,7 +80,7 @@ class Party:
         self.schedule = schedule_for(self.plan, self.worker, neighbours.pairs)
 
     def close(self) -> None:
-        """Let the connections go; workers of this host that wait for this one hear of it."""
+        """Close the connections, so that workers of this host which wait for this one fail at once."""
         self.wire.close()
 
 
@@ -94,7 +94,8 @@ class RoundMemory(Protocol):
         """The memory of a round that is about to be posted."""
 
     def clearance(self, message: Message) -> Work | None:
-        """What to wait for before the bytes of a message are put where they go from; None for nothing."""
+        """What to wait for before the bytes of a message are written to the place from which they are sent; None:
+        nothing."""
 
     def close(self, number: int) -> None:
         """All messages and copies of a round are done."""
@@ -163,7 +164,7 @@ class Run:
         return _InFlight(bound, received, sent)
 
     def _waits_before(self, number: int) -> bool:
-        """Whether a round sends on what may come in the one before it."""
+        """Whether a round sends on data that may arrive in the round before it."""
         rounds = self._party.schedule.rounds
         return number < len(rounds) and rounds[number].forwards
 
@@ -208,7 +209,7 @@ class _InFlight:
 
 
 class _Tally:
-    """Payload moved so far."""
+    """The payload bytes moved so far."""
 
     def __init__(self, schedule: Schedule, progress: Progress | None) -> None:
         messages = [m for r in schedule.rounds for m in (*r.sends, *r.receives)]

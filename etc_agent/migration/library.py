@@ -96,7 +96,7 @@ def _run(migration: Migration, rank: int, needed: Manifest, device: torch.device
         else:
             migration.run()
     finally:
-        # Without this the error would keep the connections alive, and peers would wait for them until their timeout.
+        # Otherwise the error would keep the connections open, and peers would wait for them until their timeout.
         migration.close()
     found = migration.targets
     return {shard: found[shard] if shard in found else _empty(shard, device) for shard in needed}
@@ -136,7 +136,7 @@ def _exchange(
 
 
 def _complaint(rank: int, have: Mapping[Shard, torch.Tensor], need: Iterable[Shard]) -> str | None:
-    """Why this rank cannot take part."""
+    """Why this rank cannot take part, or None."""
     try:
         check_tensors(rank, "old", (), have)
         check_dtypes(rank, need)
@@ -146,7 +146,7 @@ def _complaint(rank: int, have: Mapping[Shard, torch.Tensor], need: Iterable[Sha
 
 
 def _backend_of(group: Any, device: torch.device) -> Any:
-    """The raw backend of a `ProcessGroup` for a device type; gloo moves GPU tensors too where there is no NCCL."""
+    """The raw backend of a `ProcessGroup` for a device type; without NCCL, gloo moves GPU tensors too."""
     if group is None:
         raise MigrationError("no process group: call torch.distributed.init_process_group first, or pass a group")
     if not isinstance(group, dist.ProcessGroup):

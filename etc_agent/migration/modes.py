@@ -13,7 +13,7 @@ from etc_agent.state.layout import Manifest
 
 Mode = Literal["keep", "release"]
 MODES = ("auto", "keep", "release")
-"""What may be asked for; ``auto`` leaves it to `choose_mode`."""
+"""The possible requests; ``auto`` leaves the choice to `choose_mode`."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -22,8 +22,8 @@ _CGROUPS = Path("/sys/fs/cgroup")
 class ModeRequest:
     """What one worker asks for.
 
-    `mode`: one of `MODES`. `budget_bytes`: most bytes that its state may take during a migration, 0 where nothing was
-    said. `free_bytes`: what its device has free now, its share of it where several workers have one.
+    `mode`: one of `MODES`. `budget_bytes`: the most bytes that its state may use during a migration, 0 where not given.
+    `free_bytes`: what is free on its device now, divided by the number of workers that share the device.
     """
 
     mode: str
@@ -43,7 +43,7 @@ class Choice:
 def choose_mode(requests: Sequence[ModeRequest], previous: Sequence[Manifest], current: Sequence[Manifest]) -> Choice:
     """One mode for all workers, the same on each: entry i of every sequence is worker i's.
 
-    Pure. A worker that asks for `release` decides for all; under ``auto`` one whose old and new state do not fit does.
+    Pure. If one worker asks for `release`, all use it; under ``auto``, if one worker's old and new state do not fit.
     """
     budget_bytes = min((request.budget_bytes for request in requests if request.budget_bytes), default=None)
     for worker, request in enumerate(requests):
@@ -51,7 +51,7 @@ def choose_mode(requests: Sequence[ModeRequest], previous: Sequence[Manifest], c
             return Choice("release", budget_bytes, f"worker {worker} asks for it")
     for worker, (request, old, new) in enumerate(zip(requests, previous, current, strict=True)):
         old_bytes = sum(shard.num_bytes for shard in old)
-        # A shard that stays is there once.
+        # A shard that stays on the worker is counted once.
         both_bytes = sum(shard.num_bytes for shard in {*old, *new})
         room_bytes = request.budget_bytes or old_bytes + request.free_bytes
         if request.mode == "auto" and both_bytes > room_bytes:
@@ -65,7 +65,7 @@ def choose_mode(requests: Sequence[ModeRequest], previous: Sequence[Manifest], c
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated on a device; on the host, within the limits of the control groups too."""
+    """How many bytes can still be allocated on a device; on the host, within the limits of the control groups."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -78,7 +78,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _left_in_cgroups() -> int:
-    """Of the limits of this process's control group (v2) and those around it."""
+    """What the limits of this process's control group (v2) and of its parents leave."""
     left = 1 << 62
     try:
         own = Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()

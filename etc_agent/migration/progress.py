@@ -1,4 +1,4 @@
-"""A progress bar for migrations that take long enough for someone to wonder."""
+"""A progress bar for migrations that take longer than `SHOW_AFTER_S`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ SHOW_AFTER_S = 2.0
 
 
 class ProgressBar:
-    """Pass it to `Migration.run`, on one worker only. Nothing is shown, and next to nothing done, before
-    `SHOW_AFTER_S` seconds."""
+    """Pass it to `Migration.run`, on one worker only. Before `SHOW_AFTER_S` seconds nothing is shown, and almost
+    nothing is done."""
 
     def __init__(self, console: Console | None = None, show_after_s: float = SHOW_AFTER_S) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""What every migration offers, whatever its mode: one worker's part of a plan, prepared beside training and run while
+"""The interface of a migration in any mode: one worker's part of a plan, prepared beside training and run while
 training stands still."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from etc_agent.migration.report import MigrationReport
 from etc_agent.state.layout import Shard
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that this worker has sent and received so far, and those it will have in the end."""
+"""Called with the bytes that this worker has sent and received so far, and with their final number."""
 
 
 class Migration(Protocol):
@@ -52,4 +52,4 @@ class Migration(Protocol):
         """
 
     def close(self) -> None:
-        """Take no further part: workers that wait for this one hear of it. The tensors stay."""
+        """Close the connections, so that workers which wait for this one fail at once. The tensors stay."""

@@ -1,4 +1,5 @@
-"""`release` mode: old and new state do not fit together, so memory comes and goes with the rounds."""
+"""`release` mode: old and new state do not fit in memory together, so tensors are allocated and freed round by
+round."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Shard
 
 _NAMED = 5
-"""Shards named in a message; of more only the number."""
+"""How many shards a message names; of further ones it gives the number."""
 
 _LEEWAY = 16
 """Without an explicit budget, staging may exceed it by this part of the headroom above the larger state; otherwise two
@@ -35,8 +36,9 @@ tensors of equal size, whose smallest rounds take all of the headroom, could not
 class ReleasingMigration:
     """One worker's part of a plan in `release` mode (`protocol.Migration`).
 
-    New tensors are made as their first bytes are about to arrive; the storage of an old one is emptied when its last
-    bytes have gone, whoever else refers to it. A failure loses what was under way: `remaining` says what is left.
+    A new tensor is allocated when its first bytes are about to arrive; the storage of an old one is emptied when its
+    last bytes have been sent, whoever else refers to it. A failure loses the tensors under way: `remaining` returns
+    what is left.
 
     Args:
         sources: the old local tensors by shard, released by the caller.
@@ -105,7 +107,7 @@ class ReleasingMigration:
             self._memory = None
         party.peers.agree(complaint, None)
         party.peers.meet(party.schedule)
-        # What the run will hold at its peak anyway may as well be there from the start.
+        # Memory that the run will hold at its peak in any case can be allocated now.
         self._tensors.touch_ahead(self.peak_bytes - self.staging_bytes - self._tensors.old_bytes)
         self._hold_to_peak()
 
@@ -155,7 +157,7 @@ class ReleasingMigration:
 
     def remaining(self) -> dict[Shard, torch.Tensor]:
         """What this worker holds of the state at any point, also after a failed run: old shards that are still there,
-        and the boxes of new ones that have arrived. No two overlap, so that it is a manifest to plan again from."""
+        and the boxes of new ones that have arrived. No two overlap, so this is a manifest from which to plan again."""
         sources, memory = self._tensors.sources, self._memory
         if memory is None:
             return dict(sources)
@@ -178,7 +180,7 @@ class ReleasingMigration:
         return held
 
     def account(self) -> str:
-        """What a run that failed has released here, for people; "" where that is nothing."""
+        """What a failed run has released on this worker, for people; "" if nothing."""
         held = self._tensors.sources
         gone = [describe(shard.tensor, shard.box) for shard in self._all_sources if shard not in held]
         if not gone:
@@ -199,7 +201,7 @@ class ReleasingMigration:
         self.peak_bytes = self._memory.peak_bytes() + self.staging_bytes
 
     def _complaint(self) -> str | None:
-        """Why the budget is too small, where it is."""
+        """Why the budget is too small, or None."""
         if self.peak_bytes <= self.budget_bytes + self._leeway_bytes:
             return None
         return (

@@ -1,4 +1,4 @@
-"""Where the bytes of rounds are in `release` mode: memory comes as a round begins and goes as it ends."""
+"""The memory of rounds in `release` mode: allocated when a round begins, freed when it ends."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from etc_agent.planner.plan import Refer, Transfer
 
 
 class ReleasingMemory:
-    """The memory of one worker's rounds (`engine.RoundMemory`), made when its peers are known.
+    """The memory of one worker's rounds (`engine.RoundMemory`), created when its peers are known.
 
     Attributes:
         tensors: the old and the new ones.
-        staging: buffers, touched; those of before where they are large enough.
+        staging: buffers with all pages allocated; the previous ones if they are large enough.
         arrived: what has come into new tensors.
         copied: what has been put into new tensors from old ones of this worker.
     """
@@ -47,7 +47,7 @@ class ReleasingMemory:
 
     @property
     def carried(self) -> Collection[Refer]:
-        """The local parts whose pages go under the new tensor, so that they need no copy."""
+        """The local parts whose pages are moved under the new tensor, so that they need no copy."""
         return self.tensors.carried
 
     def peak_bytes(self) -> int:
@@ -56,13 +56,13 @@ class ReleasingMemory:
         return self._lifetimes.peak_bytes(self.tensors.old_bytes, freed, WINDOW)
 
     def hold_to(self, limit_bytes: int, buffers_bytes: int) -> None:
-        """Count the buffers as held, and let pages between old and new tensors bring all of it to a limit at most."""
+        """Count the buffers as held, and limit old and new tensors, buffers and pooled pages together."""
         self.tensors.held_bytes += buffers_bytes
         self.tensors.limit_bytes = limit_bytes
         self.tensors.note()
 
     def copy_what_stays(self) -> None:
-        """The steps without messages, before the first round: one new tensor each."""
+        """Run the steps without messages, before the first round: one new tensor each."""
         for number, step in enumerate(self._lifetimes.local):
             self._open(step, number - len(self._lifetimes.local))
             finish_copies(self._party.device)

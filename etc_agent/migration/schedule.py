@@ -1,8 +1,8 @@
 """One worker's part of a plan as messages: what goes over the wire, under which tag, packed how.
 
 Both ends of a pair derive the same messages from the plan alone. A transfer of at least `DIRECT_BYTES` is a message of
-its own, so that it can leave and arrive in place; the smaller ones of one pair and round share a message. How either
-end gets the bytes into or out of its tensors (in place or through a staging buffer) is its own affair.
+its own, so that it can be sent and received in place; the smaller ones of one pair and round share a message. Each end
+decides for itself how it gets the bytes into or out of its tensors (in place or through a staging buffer).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Round:
 
     @property
     def forwards(self) -> bool:
-        """Something is sent on that an earlier round has brought."""
+        """Whether a message sends on what an earlier round has brought."""
         return any(transfer.forwarded for message in self.sends for transfer in message.transfers)
 
 
@@ -121,7 +121,7 @@ def _schedule(
 
 
 def _grouped(transfers: Sequence[Transfer]) -> list[Sequence[Transfer]]:
-    """The small ones together first, so that they are unpacked while the large ones are still on their way."""
+    """Transfers in groups, the small ones first, so that they are unpacked while the large ones are still arriving."""
     small = [transfer for transfer in transfers if transfer.num_bytes < DIRECT_BYTES]
     large = [(transfer,) for transfer in transfers if transfer.num_bytes >= DIRECT_BYTES]
     return [small, *large] if small else [*large]

@@ -1,4 +1,4 @@
-"""AtomTable of two shardings of one model, without listing its tensors for every rank.
+"""The atom table of two shardings of one model, without listing its tensors for every rank.
 
 Layers with the same previous and current stage share their atoms, and so do tensors that are cut alike. That leaves a
 few thousand atoms for any number of ranks; for what ZeRO-1 splits there are about as many atoms as ranks.

@@ -92,7 +92,7 @@ class Mirror:
     def wait_for(self, predicate: Callable[[Snapshot], bool], timeout_s: float | None) -> bool:
         """Wait until `predicate` holds of the copy; whether it does. False at once when the mirror is closed.
 
-        timeout_s: None waits for ever.
+        timeout_s: None waits without limit.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:

@@ -13,6 +13,6 @@ NAMES = ("torch.amp.GradScaler._found_inf_per_device",)
 def found_inf(scaler: Any, optimizer: Optimizer) -> list[torch.Tensor]:
     """One scalar tensor per device, 1 where a non-finite gradient was found; empty before ``unscale_``.
 
-    They are the scaler's own: what is written to them is what its ``update`` goes by.
+    They are the scaler's own tensors: its ``update`` reads what is written to them.
     """
     return list(scaler._found_inf_per_device(optimizer).values())

@@ -81,8 +81,8 @@ class Session:
     def batch(self, data: Any) -> Any:
         """This dp rank's samples of the present step, stacked, on the device.
 
-        Step s takes the samples ``s*GB .. (s+1)*GB - 1`` of the job's endless sequence, cut over dp in order. `data` is
-        indexed with these numbers; wrapping around and shuffling are its own affair.
+        Step s takes the samples ``s*GB .. (s+1)*GB - 1`` of the job's endless sequence, divided over dp in order.
+        `data` is indexed with these numbers; it has to wrap around and shuffle by itself.
         """
         parallel = self.parallel
         self._sample_ids = local_sample_ids(self._course.step, parallel)

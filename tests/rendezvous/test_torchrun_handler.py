@@ -160,11 +160,11 @@ def test_asked_for_ranks_hold_from_the_start(make_node: MakeNode, pool: ThreadPo
     assert ranks(meet(pool, *nodes)) == [(2, 3), (0, 3), (1, 3)]
 
 
-def test_a_spare_waits_and_replaces_a_lost_node_at_once(make_node: MakeNode, pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_node_replaces_a_lost_one_at_once(make_node: MakeNode, pool: ThreadPoolExecutor) -> None:
     nodes = [make_node(min_nodes=2, max_nodes=2) for _ in range(2)]
     meet(pool, *nodes)
-    spare = make_node(min_nodes=2, max_nodes=2)
-    wait = pool.submit(spare.next_rendezvous)
+    waiting = make_node(min_nodes=2, max_nodes=2)
+    wait = pool.submit(waiting.next_rendezvous)
     wait_until(lambda: len(nodes[0]._view().nodes) == 3)
     assert nodes[0].num_nodes_waiting() == 0
     leave(nodes[1])
@@ -172,17 +172,17 @@ def test_a_spare_waits_and_replaces_a_lost_node_at_once(make_node: MakeNode, poo
     assert ranks([nodes[0].next_rendezvous(), wait.result(40)]) == [(0, 2), (1, 2)]
 
 
-def test_a_spare_goes_in_peace_when_the_run_ends_well(make_node: MakeNode, pool: ThreadPoolExecutor) -> None:
+def test_a_waiting_node_ends_without_error_when_the_run_succeeds(make_node: MakeNode, pool: ThreadPoolExecutor) -> None:
     member = make_node(max_nodes=1)
     meet(pool, member)
-    spare = make_node(max_nodes=1)
-    wait = pool.submit(spare.next_rendezvous)
+    waiting = make_node(max_nodes=1)
+    wait = pool.submit(waiting.next_rendezvous)
     wait_until(lambda: len(member._view().nodes) == 2)
     assert member.shutdown()
     with pytest.raises(SystemExit) as caught:
         wait.result(40)
     assert caught.value.code == 0
-    assert spare.is_closed()
+    assert waiting.is_closed()
 
 
 def test_a_failed_run_ends_for_everybody(make_node: MakeNode, pool: ThreadPoolExecutor) -> None:

@@ -86,11 +86,11 @@ def test_newcomers_are_let_in_when_settled_or_when_they_fill_the_job() -> None:
     assert waiting(seen, max_nodes=3) == 1
 
 
-def test_spares_beyond_the_maximum_are_no_reason() -> None:
+def test_waiting_nodes_beyond_the_maximum_are_no_reason() -> None:
     assert waiting(view(A, B, node("x", 3), members="ab", generation=5), max_nodes=2, settled=True) == 0
 
 
-def test_a_spare_replaces_a_departed_member_at_once() -> None:
+def test_a_waiting_node_replaces_a_departed_member_at_once() -> None:
     assert waiting(view(A, node("x", 3), members="ab", generation=5), max_nodes=2) == 2
 
 
