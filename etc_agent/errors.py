@@ -29,8 +29,12 @@ class RelayedError(EtcError):
 def one_line(error: BaseException) -> str:
     """An error as one line for people: the type is named where the message alone may not speak for itself."""
     text = shortened(str(error))
-    if isinstance(error, EtcError | ValueError) and text:
-        return text
+    return text if isinstance(error, EtcError | ValueError) and text else named(error)
+
+
+def named(error: BaseException) -> str:
+    """An error as one line with its type, for a message that says what raised it."""
+    text = shortened(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -135,10 +135,12 @@ def _assemble(
 
 
 def _announce(run_id: str, endpoint: str, keys: JobKeys) -> None:
-    """Print the address of the private etcd and a command that can be copied to use it."""
+    """Print the address of the private etcd and two commands that can be copied to use it."""
     put = shlex.join(["etcdctl", f"--endpoints={endpoint}", "put", keys.scale])
     print(f"etcd: {endpoint} run id: {run_id}", file=sys.stderr)
-    print(f"etc-run: to change the number of workers, as this user on this host: {put} 2", file=sys.stderr, flush=True)
+    print(f"etc-run: to change the number of workers, as this user on this host: {put} 2", file=sys.stderr)
+    scale = shlex.join(["etc-ctl", "scale", "2", "--etcd-endpoints", endpoint])
+    print(f"etc-run: the same with the answer to it: {scale} --wait", file=sys.stderr, flush=True)
 
 
 def _register(

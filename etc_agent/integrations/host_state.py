@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from etc_agent.errors import EtcError
+from etc_agent.errors import EtcError, named
 from etc_agent.integrations.json_values import Json, decode, encode
 from etc_agent.integrations.train_state import Stateful, TrainState
 
@@ -23,6 +23,7 @@ def host_state(state: TrainState) -> dict[str, Json]:
     groups = state.optimizer.param_groups if state.optimizer is not None else []
     hyperparameters = [{key: value for key, value in group.items() if key not in _OF_PARAMETERS} for group in groups]
     return {
+        "kinds": _kinds(state),
         "optimizer": encode(_own_entries(state), "optimizer.state"),
         "scheduler": encode(state.scheduler.state_dict() if state.scheduler is not None else None, "scheduler"),
         "scaler": encode(state.scaler.state_dict() if state.scaler is not None else None, "scaler"),
@@ -37,7 +38,14 @@ def load_host_state(state: TrainState, value: dict[str, Json]) -> None:
     Raises:
         EtcError: the two generations' states differ in kind (a scheduler only in one, another number of groups ...).
     """
-    carried = {key: decode(item) for key, item in value.items()}
+    carried = {key: decode(item) for key, item in value.items() if key != "kinds"}
+    made = _kinds(state)
+    for name, kind in value["kinds"].items():
+        if None not in (kind, made[name]) and kind != made[name]:
+            raise EtcError(
+                f"the {name} is a {kind} where the state comes from, and build() made a {made[name]}; "
+                "build() must make the same one that the script uses, in every generation"
+            )
     groups = state.optimizer.param_groups if state.optimizer is not None else []
     if len(carried["param_groups"]) != len(groups):
         raise EtcError(
@@ -56,7 +64,7 @@ def load_host_state(state: TrainState, value: dict[str, Json]) -> None:
         if target is not None:
             target.load_state_dict(carried[name])
     for name, extra in extras.items():
-        extra.load_state_dict(carried["extras"][name])
+        load_extra(name, extra, carried["extras"][name])
     for key, value in carried["optimizer"].items():
         assert state.optimizer is not None
         state.optimizer.state[key] = value
@@ -64,6 +72,20 @@ def load_host_state(state: TrainState, value: dict[str, Json]) -> None:
     for group, hyperparameters in zip(groups, carried["param_groups"], strict=True):
         for key, hyperparameter in hyperparameters.items():
             _set(group, key, hyperparameter)
+
+
+def _kinds(state: TrainState) -> dict[str, str | None]:
+    """The classes of what has a `state_dict` that another class would take without a word."""
+    found = {"optimizer": state.optimizer, "scheduler": state.scheduler, "scaler": state.scaler}
+    return {name: None if each is None else type(each).__qualname__ for name, each in found.items()}
+
+
+def load_extra(name: str, extra: Stateful, carried: Any) -> None:
+    """`extra.load_state_dict`, with an error that names it."""
+    try:
+        extra.load_state_dict(carried)
+    except Exception as error:
+        raise EtcError(f"load_state_dict() of extras[{name!r}] raised {named(error)}") from error
 
 
 def _own_entries(state: TrainState) -> dict[Any, Any]:

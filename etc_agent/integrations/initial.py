@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import nn
 
-from etc_agent.errors import EtcError
+from etc_agent.errors import EtcError, shortened
 from etc_agent.integrations.aliases import local_tensor
 from etc_agent.integrations.first_state import OptimizerEntries
 from etc_agent.integrations.marks import is_written, marked
@@ -29,6 +30,9 @@ _NUM_NAMES_SHOWN: Final = 8
 
 WholeModel = Mapping[str, torch.Tensor]
 """``model.<fqn>`` -> the whole plain tensor, under every name that it has."""
+
+_LOADED: Final = type(nn.Module().load_state_dict({}))
+"""What `load_state_dict` returns, and so an `init` that is a lambda around it."""
 
 
 def start_values(state: TrainState, device: torch.device, whole: WholeModel | None) -> int:
@@ -91,12 +95,25 @@ def _run_init(state: TrainState) -> int:
     if init is None or isinstance(init, str):
         return 0
     with torch.no_grad():
-        return init(state) or 0
+        step = init(state)
+    if step is None or isinstance(step, _LOADED):
+        return 0
+    if type(step) is not int or step < 0:
+        raise EtcError(
+            f"TrainState.init returned {shortened(repr(step))}; it must return the step to begin with, 0 or more, "
+            "or None for 0"
+        )
+    return step
 
 
 def _own_part(whole: WholeModel, shard: Shard, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
     name, shape = shard.tensor.name, shard.tensor.shape
     tensor = whole.get(name)
+    if tensor is not None and tensor.device.type == "meta":
+        raise EtcError(
+            f'{name} has no value: with init="module" build() is called again, on the real device, and it returned a '
+            "tensor on the meta device; make model and optimizer anew in every call, and on the default device"
+        )
     if tensor is None:
         raise EtcError(
             f'{name} has no value: with init="module" build() is also called for one rank alone, and the model that it '

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import torch
 
 from etc_agent.errors import EtcError
@@ -29,6 +30,8 @@ def encode(value: Any, path: str) -> Json:
         return {"counter": _pairs(value, path)}
     if isinstance(value, dict):
         return {"dict": _pairs(value, path)}
+    if isinstance(value, np.bool | np.integer | np.floating) and type(value.item()) in (bool, int, float):
+        return {"numpy": value.item(), "dtype": value.dtype.name}
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         return {"scalar": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
     raise EtcError(
@@ -45,6 +48,8 @@ def decode(value: Json) -> Any:
         return value
     if "tuple" in value:
         return tuple(decode(item) for item in value["tuple"])
+    if "numpy" in value:
+        return np.dtype(value["dtype"]).type(value["numpy"])
     if "scalar" in value:
         return torch.tensor(value["scalar"], dtype=getattr(torch, value["dtype"]), device="cpu")
     if "counter" in value:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from etc_agent.errors import ConfigRefusedError, EtcError, one_line
+from etc_agent.errors import ConfigRefusedError, EtcError, named, one_line
 from etc_agent.integrations.amendments import Built
 from etc_agent.integrations.native import TrainState, create_optimizer_state, shards_of
 from etc_agent.parallel.config import ParallelConfig
@@ -20,6 +20,12 @@ from etc_agent.worker.world.build import build_fake
 from etc_agent.worker.world.swap import World, entered
 
 Build = Callable[[ParallelContext], TrainState]
+
+_ON_META: Final = (
+    "it runs on the meta device, where tensors have no values, so it must not read them (item(), numpy()), move them "
+    "(to(), cpu(), cuda()) or wrap the model in DistributedDataParallel; the session puts the model on its device, and "
+    "the script averages the gradients, or build() calls fully_shard"
+)
 
 
 def build_on_meta(build: Build, world: World, device: torch.device, generation: int, global_batch: int) -> TrainState:
@@ -36,6 +42,10 @@ def build_on_meta(build: Build, world: World, device: torch.device, generation: 
             state = build(context)
         except ValueError as error:
             raise ConfigRefusedError(one_line(error)) from error
+        except Exception as error:
+            if "meta" in str(error).lower():
+                raise EtcError(f"build() raised {named(error)}: {_ON_META}") from error
+            raise
     if not isinstance(state, TrainState):
         raise EtcError(f"build() returned a {type(state).__name__}; it must return an etc_agent.TrainState")
     rules_of(state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -22,7 +22,7 @@ from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Record, Settings
 from etc_agent.worker.step import Step
-from etc_agent.worker.update import apply, can_apply
+from etc_agent.worker.update import apply, can_apply, forbid_step
 
 
 class Session:
@@ -38,6 +38,7 @@ class Session:
         self._course = Course()
         self._job: FixedSize | Elastic | None = None
         self._sample_ids: Sequence[int] = ()
+        self._allow_step: Callable[[], None] = lambda: None
 
     # -- what the script uses --------------------------------------------------------------------------------------
 
@@ -73,6 +74,7 @@ class Session:
             if course.step >= num_steps:
                 return
             job.begin_step()
+            self._allow_step = forbid_step(self.state)
             step = Step(self._commit, course.step)
             yield step
             if not step.is_committed:
@@ -122,6 +124,7 @@ class Session:
 
     def _commit(self, step: Step, ok: bool) -> bool:
         state, job = self.state, self._open_job()
+        self._allow_step()
         ok = job.vote(ok=can_apply(state) and ok)
         apply(state, ok)
         if self._settings.record is not None:

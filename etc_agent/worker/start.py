@@ -22,7 +22,7 @@ from etc_agent.worker.vote import Vote
 from etc_agent.worker.whole import build_whole
 from etc_agent.worker.world.build import build
 from etc_agent.worker.world.stores import connect_store
-from etc_agent.worker.world.swap import World, activate
+from etc_agent.worker.world.swap import World, activate, deactivate
 
 
 def start_fresh(
@@ -53,6 +53,24 @@ def start_fresh(
     if environment.socket is not None:
         vote = Vote(dist.PrefixStore("vote", store), environment.rank, config.num_ranks, settings.timeout_s)
     activate(world)
+    try:
+        return _entered(environment, config, script, settings, world, vote)
+    except BaseException:
+        # So that a script which catches the error can open another session.
+        world.close()
+        deactivate()
+        raise
+
+
+def _entered(
+    environment: WorkerEnvironment,
+    config: ParallelConfig,
+    script: Build,
+    settings: Settings,
+    world: World,
+    vote: Vote | None,
+) -> tuple[LiveGeneration, int]:
+    """The generation with its state, in its active `world`, and its first step."""
     state = _built(script, world, environment.generation, settings)
     whole = None
     if takes_module_values(state):

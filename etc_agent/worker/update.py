@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState
 from etc_agent.torch_private.grad_scaler import found_inf
 
@@ -31,5 +38,29 @@ def apply(state: TrainState, ok: bool) -> None:
                 found.fill_(0.0 if ok else 1.0)
             state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
-    if state.scheduler is not None and ok:
+    if state.scheduler is not None and ok and _steps_alone(state.scheduler):
         state.scheduler.step()
+
+
+def forbid_step(state: TrainState) -> Callable[[], None]:
+    """Have ``optimizer.step()`` raise an EtcError until the function that is returned is called.
+
+    A script for torchrun calls it, and with the step of `apply` every gradient would count twice.
+    """
+    if state.optimizer is None:
+        return lambda: None
+    return state.optimizer.register_step_pre_hook(_refuse_step).remove
+
+
+def _refuse_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    raise EtcError(
+        "the script called optimizer.step() in a step of the session; remove that call: step.commit() steps the "
+        "optimizer, the scheduler and the gradient scaler, and clears the gradients"
+    )
+
+
+def _steps_alone(scheduler: LRScheduler) -> bool:
+    """Whether it steps without a value that only the script has, such as the loss for ReduceLROnPlateau."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    takes_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(each.default is not each.empty or each.kind in takes_all for each in parameters)

@@ -6,6 +6,7 @@ import json
 import struct
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -126,6 +127,34 @@ def test_states_of_another_kind_are_refused() -> None:
     other.scheduler = None
     with pytest.raises(EtcError, match="must make a scheduler"):
         load_host_state(other, value)
+
+
+@pytest.mark.parametrize("name", ["scheduler", "optimizer"])
+def test_another_class_than_build_makes_is_refused(name: str) -> None:
+    state = make()
+    if name == "optimizer":
+        state.optimizer = torch.optim.Adam(state.optimizer.param_groups)
+    else:
+        state.scheduler = lr_scheduler.ExponentialLR(state.optimizer, 0.9)
+    with pytest.raises(EtcError, match=rf"the {name} is a (Adam|ExponentialLR) where .* made a (AdamW|LambdaLR)"):
+        load_host_state(make(), json.loads(json.dumps(host_state(state))))
+
+
+@pytest.mark.parametrize("value", [np.float64(1 / 3), np.float32(0.1), np.int64(2**60), np.bool_(True), np.float16(2)])
+def test_numbers_of_numpy_survive_json_in_their_own_type(value: Any) -> None:
+    carried = decode(json.loads(json.dumps(encode(value, "x"))))
+    assert (type(carried), carried) == (type(value), value)
+
+
+def test_an_extra_that_does_not_load_is_named() -> None:
+    class Strict(Counter):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise KeyError("no value")
+
+    other = make()
+    other.extras["counter"] = Strict()
+    with pytest.raises(EtcError, match=r"load_state_dict\(\) of extras\['counter'\] raised KeyError: 'no value'"):
+        load_host_state(other, host_state(make()))
 
 
 def test_a_random_stream_goes_on_where_it_was_saved() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from etc_agent.control.causes import ErrorKind, kind_of
-from etc_agent.errors import RelayedError, one_line
+from etc_agent.errors import EtcError, RelayedError, named, one_line
 from etc_agent.integrations.native import TrainState, shards_of
 from etc_agent.integrations.tensors import all_tensors
 from etc_agent.migration.modes import Choice, ModeRequest, choose_mode, free_bytes
@@ -157,8 +157,10 @@ def _build(task: Task, world: World | None, script: Build) -> tuple[TrainState |
     settings = task.settings
     try:
         return build_on_meta(script, world, settings.device, task.generation.id, settings.global_batch), None
-    except Exception as error:
+    except (EtcError, ValueError) as error:
         return None, (kind_of(error), one_line(error))
+    except (Exception, SystemExit) as error:
+        return None, (kind_of(error), f"build() raised {named(error)}")
 
 
 def _old_side(task: Task, holdings: Holdings | None) -> OldSide:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from etc_agent.errors import EtcError
+from etc_agent.integrations.host_state import load_extra
 from etc_agent.integrations.json_values import decode, encode
 from etc_agent.integrations.parameter_values import load_parameter_values, parameter_values
 from etc_agent.integrations.train_state import TrainState
@@ -60,9 +61,9 @@ def load_own_state(
         if rule == "per_rank":
             for old_rank, value in enumerate(said_of_it):
                 if previous.coordinate(old_rank) == at:
-                    state.extras[name].load_state_dict(decode(value))
+                    load_extra(name, state.extras[name], decode(value))
         elif rule == "per_sample":
-            state.extras[name].load_state_dict(_union(name, [decode(value) for value in said_of_it]))
+            load_extra(name, state.extras[name], _union(name, [decode(value) for value in said_of_it]))
 
 
 def _union(name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
