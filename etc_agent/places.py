@@ -22,7 +22,7 @@ def private_folder(prefix: str) -> Path:
         EtcError: there is no place for it.
     """
     try:
-        return Path(tempfile.mkdtemp(prefix=prefix))
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=os.path.abspath(tempfile.gettempdir())))
     except OSError as error:
         raise EtcError(f"no temporary folder: {error}; set TMPDIR to a folder that can be written") from None
 
@@ -49,7 +49,7 @@ def socket_folder(prefix: str) -> Path:
 def _temporary_folders() -> Iterator[str]:
     """Where sockets may lie, the best first."""
     try:
-        yield tempfile.gettempdir()
+        yield os.path.abspath(tempfile.gettempdir())  # "." stays relative there
     except OSError:  # none that it knows can be written
         pass
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):

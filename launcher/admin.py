@@ -132,7 +132,16 @@ def drain(
 
 
 def pause(client: EtcdClient, keys: JobKeys) -> None:
-    """Freeze reconfiguration: training goes on, nothing changes size, requests wait."""
+    """Freeze reconfiguration: training goes on, nothing changes size, requests wait.
+
+    Raises:
+        EtcError: the job has ended.
+    """
+    mirror = Mirror(client, keys.root)
+    try:
+        _refuse_ended(mirror.snapshot(), keys)
+    finally:
+        mirror.close()
     client.put(keys.pause, "true")
 
 

@@ -17,6 +17,7 @@ from etc_agent.agent.job_end import JobEnd
 from etc_agent.agent.settings import EtcdSettings, JobSettings, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.rendezvous.addresses import refuse_unknown
 from launcher.etcd_options import parse_endpoints
 from launcher.options import ELASTIC_BACKEND
 from launcher.timeouts import with_rdzv_conf
@@ -132,6 +133,8 @@ def _settings(
 ) -> JobSettings:
     endpoints = parse_endpoints([config.rdzv_endpoint], "rdzv_endpoint") if etcd is None else etcd.endpoints
     timeouts = dataclasses.replace(Timeouts(), shutdown_grace_s=float(config.shutdown_timeout or 0))
+    if config.local_addr:
+        refuse_unknown(config.local_addr, "local_addr")
     if not config.run_id and config.max_nodes == 1:
         config.run_id = uuid.uuid4().hex[:8]
     settings = JobSettings(

@@ -13,6 +13,7 @@ from typing import Any
 from etc_agent.agent.settings import JobSettings, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.rendezvous.addresses import refuse_unknown
 from etc_agent.rendezvous.keys import JobKeys
 from launcher.commands import forward_signals, preemption, preflight
 from launcher.etcd_settings import etcd_settings
@@ -42,6 +43,8 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
     args.rdzv_backend, args.rdzv_id, args.node_rank = ELASTIC_BACKEND, run_id, 0
     args.rdzv_endpoint = ",".join(etcd.endpoints) or "localhost:0"
     timeouts, parallel, allowed = _timeouts(given), _parallel(given), _allowed(given)
+    if args.local_addr:
+        refuse_unknown(args.local_addr, given.source("local_addr", "local_addr"))
     JobKeys(run_id, etcd.prefix)  # refuses a name that cannot be part of an etcd key
     config, entrypoint, entrypoint_args = launch_config(args, lambda name: given.source(name, _FIELDS.get(name, name)))
     if given.job.timeouts.shutdown_grace_s is None or given.line.given("shutdown_timeout"):

@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Iterable, Iterator
 
+from etc_agent.errors import EtcError
 from etc_agent.rendezvous.etcd.errors import EtcdError
 from etc_agent.rendezvous.etcd.transport import parse_endpoint
 
@@ -24,6 +25,19 @@ def reachable_address(endpoints: Iterable[str]) -> str:
     """
     found = (address for address in _candidates(endpoints) if not _is_loopback(address))
     return next(found, LOOPBACK)
+
+
+def refuse_unknown(host: str, where: str) -> None:
+    """Refuses a name, given at `where`, that this host cannot resolve: its workers would wait there in vain.
+
+    Raises:
+        EtcError: what was given, and what to give.
+    """
+    if not _resolved(host):
+        raise EtcError(
+            f"{where}: {host!r} is no address, and no name that this host can resolve; give the IPv4 or IPv6 "
+            "address at which the other nodes reach this one, or leave it out"
+        )
 
 
 def _candidates(endpoints: Iterable[str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from etc_agent.errors import EtcError
-from etc_agent.places import MAX_SOCKET_PATH_BYTES, socket_folder
+from etc_agent.places import MAX_SOCKET_PATH_BYTES, private_folder, socket_folder
 
 
 @pytest.fixture
@@ -39,3 +39,11 @@ def test_where_there_is_no_place_one_line_says_what_to_set(monkeypatch: pytest.M
     with pytest.raises(EtcError, match=r"/nowhere, /proc cannot be written.*set TMPDIR") as caught:
         socket_folder("etc-run-")
     assert "\n" not in str(caught.value)
+
+
+def test_where_tmpdir_is_a_dot_paths_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", ".")
+    assert private_folder("etc-run-").parent == tmp_path
+    monkeypatch.setattr("etc_agent.places.MAX_SOCKET_PATH_BYTES", 1000)
+    assert socket_folder("etc-run-").parent == tmp_path

@@ -24,6 +24,8 @@ import launcher.api
 import launcher.run
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.private.server import EtcdServer
 
 PROGRAM = r"""
@@ -133,6 +135,14 @@ def test_a_job_that_a_signal_stops_raises_torchs_error_with_that_signal(endpoint
 def test_other_backends_go_to_torch() -> None:
     config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
     assert launcher.elastic_launch(config, "/bin/true")() == {0: None, 1: None}
+
+
+def test_a_function_that_cannot_be_sent_is_refused_before_the_job_is_in_etcd(endpoint: str) -> None:
+    config = LaunchConfig(1, 1, 2, run_id="unsendable", rdzv_backend="etcd-v3", rdzv_endpoint=endpoint)
+    with pytest.raises(EtcError, match=r"started by spawn.*lambda.*top of a module"):
+        launcher.elastic_launch(config, lambda: None)()
+    with EtcdClient((endpoint,)) as client:
+        assert client.get_prefix(JobKeys("unsendable").root)[0] == []
 
 
 def test_a_config_that_can_never_be_is_refused_in_one_line() -> None:

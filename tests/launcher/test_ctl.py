@@ -153,6 +153,13 @@ def test_while_paused_a_request_is_written_and_waits(endpoint: str, client: Etcd
     assert client.get(keys.pause) is None
 
 
+def test_a_job_that_has_ended_is_not_paused(endpoint: str, client: EtcdClient, keys: JobKeys) -> None:
+    _ended(client, keys)
+    ended = ctl(endpoint, "pause")
+    assert (ended.returncode, ended.stderr) == (1, "etc-ctl: job demo has failed: worker a/0 raised\n")
+    assert client.get(keys.pause) is None
+
+
 def test_drain_asks_a_node_that_exists_and_waits_until_it_has_left(
     endpoint: str, client: EtcdClient, keys: JobKeys
 ) -> None:

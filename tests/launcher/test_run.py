@@ -115,6 +115,12 @@ def test_contradictions_are_refused(script: str) -> None:
     assert "needs --rdzv-backend=etcd-v3" in mistake("--etcd-endpoints=a:1", "--rdzv-backend=c10d", script)
 
 
+def test_an_address_that_nobody_can_reach_is_refused_before_workers_wait_for_it(script: str) -> None:
+    said = mistake("--standalone", "--local-addr=no-such-host.invalid", script)
+    assert said.startswith("--local-addr: 'no-such-host.invalid' is no address")
+    assert settings("--standalone", "--local-addr=::1", script).local_addr == "::1"
+
+
 # ---- the words behind the script -----------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SERVER_GONE = 255
 """The exit code that multiprocessing gives for a process whose fork server is gone."""
+_NOT_SENDABLE = (pickle.PicklingError, AttributeError, TypeError)
+"""What pickle raises for what it cannot write."""
 Call = tuple[Callable[..., Any], tuple[Any, ...], Any]
 """A function, its arguments, and how its process is bound to CPUs (torch's NumaOptions, or None)."""
 
@@ -72,6 +75,7 @@ def worker_program(settings: JobSettings) -> Iterator[Program]:
         return
     call: Call = (function, args, config.numa_options)
     if config.start_method != "fork":
+        _refuse_unsendable(function, config.start_method)
         yield Function(config, lambda place: _Started(config.start_method, call, place))
         return
     server = ForkServer(lambda place: run_function(*call, place))
@@ -79,6 +83,22 @@ def worker_program(settings: JobSettings) -> Iterator[Program]:
         yield Function(config, server.start)
     finally:
         server.close()
+
+
+def _refuse_unsendable(function: Callable[..., Any], method: str) -> None:
+    """Before this node joins, so that no half-begun job is left in etcd. Arguments are found out when a process starts:
+    queues and locks can be sent only then."""
+    try:
+        ForkingPickler.dumps(function)
+    except _NOT_SENDABLE as error:
+        raise _unsendable(method, error) from None
+
+
+def _unsendable(method: str, error: Exception) -> EtcError:
+    return EtcError(
+        f"the workers' function or its arguments cannot be sent to a process that is started by {method}: "
+        f"{error}; define the function at the top of a module, or choose start_method=\"fork\""
+    )
 
 
 class _Started:
@@ -95,11 +115,8 @@ class _Started:
         self._result_file = Path(place.result_file)
         try:
             self._process.start()
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise EtcError(
-                f"the workers' function or its arguments cannot be sent to a process that is started by {method}: "
-                f"{error}; define the function at the top of a module, or choose start_method=\"fork\""
-            ) from None
+        except _NOT_SENDABLE as error:
+            raise _unsendable(method, error) from None
 
     @property
     def pid(self) -> int:
