@@ -404,8 +404,13 @@ class NodeAgent:
         return self._leaving.is_told or self._record.name in records.drains
 
     def _forget_drain(self, records: JobRecords) -> None:
-        """Remove the drain request that this node has met, so that it does not apply to a later instance."""
+        """Remove the drain request that this node has met, so that it does not apply to a later instance.
+
+        Its record says from then on that it leaves: without either, it would be taken for a node that has just come.
+        """
         if self._record.name in records.drains:
+            self._become(replace(self._record, state=NodeState.DRAINING))
+            self._publish()
             try:
                 self._client.delete(self._keys.drain(self._record.name))
             except EtcdError as error:

@@ -54,6 +54,8 @@ def test_nodes_join_and_leave_while_the_job_trains(tmp_path: Path, cleanup: Clea
     etcd.put("control/drain/127.0.0.3", "")
     assert second.wait() == 0
     wait_for_more_steps(tmp_path, 5)
+    current = etcd.get("current")
+    assert current["next_id"] == current["committed"] + 1, "the node that left was not asked back"
 
     lines = steps_of(tmp_path)
     every = {line["step"] for line in lines}
