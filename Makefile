@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 # Arguments for scripts/run_demo.py.
 DEMO ?=
 # Test files run beside each other: most of them wait for other processes most of the time.
-TEST_JOBS ?= 3
+TEST_JOBS ?= 4
 
 export OMP_NUM_THREADS ?= 1
 

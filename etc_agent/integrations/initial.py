@@ -112,7 +112,7 @@ def _own_part(whole: WholeModel, shard: Shard, meta: torch.Tensor, device: torch
     if tensor is not None and tensor.device.type == "meta":
         raise EtcError(
             f'{name} has no value: with init="module" build() is called again, on the real device, and it returned a '
-            "tensor on the meta device; make model and optimizer anew in every call, and on the default device"
+            "tensor on the meta device; make model and optimizer new in every call, and on the default device"
         )
     if tensor is None:
         raise EtcError(
