@@ -150,6 +150,37 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
+class Frozen:
+    """Answer to Freeze: this worker promises never to take part in a vote of an earlier moment any more.
+
+    `loss`: that of Freeze. `generation`: the one in force here, 0 before a joiner's first. `step`: the next step to run
+    there, so the number of steps whose vote it has seen; `ok`: the result of the last of them. `completed`: the
+    generation for which it has everything but the result of the migration vote, so that it can still enter it; 0: none.
+    `broken`: why its state can neither be continued nor entered (a loss after `release` had begun), "" normally.
+    """
+
+    type: ClassVar[str] = "frozen"
+    loss: int
+    generation: int
+    step: int
+    ok: bool = True
+    completed: int = 0
+    broken: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """An operation with peers has failed here, or the script's step ended by such an error. The worker waits for
+    Freeze, and fails by `error` if none comes. `kind`: PEER_LOST or UNCLEAR."""
+
+    type: ClassVar[str] = "peer_lost"
+    generation: int
+    step: int
+    error: str
+    kind: ErrorKind = ErrorKind.PEER_LOST
+
+
+@dataclass(frozen=True, slots=True)
 class Raised:
     """An error is about to end this process. `kind`: whether it is this worker's own."""
 
@@ -223,17 +254,39 @@ class Committed:
     generation: int
 
 
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Workers were lost: cut this worker's connections to peers, freeze, and answer with Frozen. `loss`: the number of
+    the loss; it grows when more workers are lost while one is handled, and then this is sent again."""
+
+    type: ClassVar[str] = "freeze"
+    loss: int
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all survivors of a loss continue from: `generation` is in force and `step` is the next step. A worker that
+    has completed the migration to `generation` enters it; one that has not seen the vote of ``step - 1`` applies that
+    step with the result `ok`; all others drop the gradients of the step that was under way."""
+
+    type: ClassVar[str] = "agreed"
+    loss: int
+    generation: int
+    step: int
+    ok: bool = True
+
+
 Message = (
     Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Heartbeat | Plain | Position | Raised
-    | Signalled
-    | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed
+    | Signalled | Frozen | PeerLost
+    | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed | Freeze | Agreed
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
         Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Heartbeat, Plain, Position, Raised,
-        Signalled,
-        Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed,
+        Signalled, Frozen, PeerLost,
+        Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed, Freeze, Agreed,
     )
 }
 

@@ -17,7 +17,8 @@ class Generation:
     `placement`: virtual rank -> slot. `store`: ``host:port`` of the TCPStore that this generation meets at, under the
     prefix ``gen<id>``. `previous`: the generation whose state is migrated, or 0 for a fresh generation.
     `reason`: for people. `is_held`: too few nodes are left to train; workers keep the state and run no step.
-    `roles`: node -> its role, torchrun's ``--role``; nodes that are not in it all have one role.
+    `roles`: node -> its role, torchrun's ``--role``; nodes that are not in it all have one role. `lost`: slots of
+    `previous` whose workers are gone, with what they held; a new worker may join in such a slot.
     """
 
     id: int
@@ -28,6 +29,7 @@ class Generation:
     reason: str = ""
     is_held: bool = False
     roles: Mapping[str, str] = field(default_factory=dict, hash=False)
+    lost: tuple[Slot, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.placement) != self.config.num_ranks:
@@ -63,6 +65,7 @@ class Generation:
             "reason": self.reason,
             "is_held": self.is_held,
             "roles": dict(self.roles),
+            "lost": [str(slot) for slot in self.lost],
         }
 
     @classmethod
@@ -76,4 +79,5 @@ class Generation:
             reason=value["reason"],
             is_held=value.get("is_held", False),
             roles=value.get("roles", {}),
+            lost=tuple(Slot.parse(text) for text in value.get("lost", ())),
         )

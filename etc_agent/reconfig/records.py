@@ -180,6 +180,54 @@ class GivenUp(_Json):
 
 
 @dataclass(frozen=True, slots=True)
+class NodeFrozen(_Json):
+    """What the surviving workers of one node answered to `Freeze` number `loss`, once all of them have.
+
+    `generation`, `step`, `ok`: of the worker that is furthest. `completed`: the generation that every worker of the
+    node is in or can still enter, 0: none. `broken`: why a worker's state cannot be continued, "" normally.
+    """
+
+    loss: int
+    generation: int
+    step: int
+    ok: bool = True
+    completed: int = 0
+    broken: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement(_Json):
+    """What all survivors of a loss continue from; see `control.messages.Agreed`."""
+
+    generation: int
+    step: int
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Loss(_Json):
+    """The loss of workers that the job is handling in place.
+
+    `number`: grows with every worker that is lost while an earlier loss is handled, and from loss to loss. `slots`: the
+    lost workers of the committed generation. `why`: for people. `agreement`: None until all survivors have frozen; it
+    is kept when more workers are lost, since survivors may have acted on it.
+    """
+
+    number: int
+    slots: tuple[str, ...]
+    why: str
+    agreement: Agreement | None = None
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        record = super(Loss, cls).from_json(value)
+        agreement: Any = record.agreement
+        return replace(
+            record, slots=tuple(record.slots), agreement=Agreement.from_json(agreement) if agreement else None
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Ack(_Json):
     """``acks/<generation>/<node>``: one node's summary of its workers in one generation.
 
@@ -190,7 +238,7 @@ class Ack(_Json):
     a new instance. `has_stepped`: a worker has completed a training step. `ended`: the slot of a worker that has exited
     with code 0, if there is one. `step`: the first step of the generation, once known. `stop_ms`, `phases_ms`: of the
     slowest worker; bytes are sums over the node's workers. `contact`: ``host:port`` at which the node's agent answers
-    other agents, also after its record has gone from etcd.
+    other agents, also after its record has gone from etcd. `frozen`: the last answers to `Freeze`.
     """
 
     generation: int
@@ -211,6 +259,7 @@ class Ack(_Json):
     referred_bytes: int = 0
     stop_ms: float | None = None
     contact: str = ""
+    frozen: NodeFrozen | None = None
     phases_ms: dict[str, float] = field(default_factory=dict)
     prepare_ms: dict[str, float] = field(default_factory=dict)
 
@@ -219,8 +268,10 @@ class Ack(_Json):
         ack = super(Ack, cls).from_json(value)
         failure: Any = ack.failure
         refusal: Any = ack.refusal
+        frozen: Any = ack.frozen
         return replace(
             ack,
+            frozen=NodeFrozen.from_json(frozen) if frozen else None,
             failure=Failure.from_json(failure) if failure else None,
             refusal=Refusal.from_json(refusal) if refusal else None,
         )
@@ -239,6 +290,8 @@ class Current(_Json):
     `restarts`: fresh starts after failures so far. `failed_as`, `failed_alike`: the failure before the first step, and
     how many times in a row it occurred. `unreported`: the stop time of the committed generation is not yet in its
     history.
+    `loss`: the loss of workers that is being handled, if there is one. `losses`: how many there were, so the number of
+    the last one.
     """
 
     committed: int = 0
@@ -255,6 +308,8 @@ class Current(_Json):
     failed_as: str = ""
     failed_alike: int = 0
     unreported: bool = False
+    loss: Loss | None = None
+    losses: int = 0
     outcome: Outcome = Outcome.RUNNING
     exit_code: int = 0
     why: str = ""
@@ -263,8 +318,10 @@ class Current(_Json):
     def from_json(cls, value: dict[str, Any]) -> Self:
         record = super(Current, cls).from_json(value)
         given_up: Any = record.given_up
+        loss: Any = record.loss
         return replace(
             record,
+            loss=Loss.from_json(loss) if loss else None,
             phase=Phase(record.phase),
             outcome=Outcome(record.outcome),
             given_up=tuple(GivenUp.from_json(each) for each in given_up),
