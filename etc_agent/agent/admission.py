@@ -62,7 +62,7 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
                     time.sleep(_LOOK_AGAIN_S)
                     continue
             incarnation = uuid.uuid4().hex
-            if _begin(client, keys, found, {**rules, "incarnation": incarnation}):
+            if _begin(client, keys, found, {**rules, "incarnation": incarnation, "started": time.time()}):
                 return incarnation
 
 
@@ -119,7 +119,8 @@ def _begin(client: EtcdClient, keys: JobKeys, found: dict[str, KeyValue], record
         conditions.append(Compare.none_under(keys.nodes_prefix))
     stale = [keys.nodes_prefix, keys.generations_prefix, keys.acks_prefix, keys.history_prefix, keys.drains_prefix]
     ops = [DeletePrefix(prefix) for prefix in stale] if job else []
-    gone = [keys.current, keys.status, keys.leader, keys.job_state, keys.reply, keys.scale, keys.pause] if job else []
+    of_one_run = (keys.current, keys.status, keys.leader, keys.reply, keys.scale, keys.pause, keys.stop)
+    gone = of_one_run if job else ()
     try:
         put = Put(keys.job, json.dumps(record))
         result = client.transact(conditions, [*ops, *(Delete(key) for key in gone), put])

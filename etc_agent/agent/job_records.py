@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.controls import Cordon, Order, parse_cordon, parse_order, parse_pause
 from etc_agent.reconfig.observing import JobRecords
 from etc_agent.reconfig.records import Ack, Current, NodeRecord, Request
 from etc_agent.rendezvous.etcd.values import KeyValue
@@ -37,6 +38,7 @@ class RecordReader:
         generations: dict[int, Generation] = {}
         acks: dict[tuple[int, str], Ack] = {}
         drains: dict[str, float | None] = {}
+        cordons: list[Cordon] = []
         for key, item in snapshot.items():
             identity = (key, item.mod_revision)
             record = self._parsed[identity] if identity in self._parsed else self._parse(item)
@@ -47,14 +49,15 @@ class RecordReader:
                 generations[record.id] = record
             elif isinstance(record, Ack):
                 acks[record.generation, record.node] = record
+            elif isinstance(record, Cordon):
+                cordons.append(record)
             elif key.startswith(keys.drains_prefix):
                 drains[key.removeprefix(keys.drains_prefix)] = _seconds(item.value)
         self._parsed = parsed
         current, scale = snapshot.get(keys.current), snapshot.get(keys.scale)
         record = parsed.get((keys.current, current.mod_revision)) if current else None
         leader = snapshot.get(keys.leader)
-        pause = snapshot.get(keys.pause)
-        job = snapshot.get(keys.job)
+        job, pause, stop = snapshot.get(keys.job), snapshot.get(keys.pause), snapshot.get(keys.stop)
         incarnation = parsed.get((keys.job, job.mod_revision)) if job else None
         return JobRecords(
             incarnation=incarnation if isinstance(incarnation, str) else "",
@@ -66,7 +69,9 @@ class RecordReader:
             acks=acks,
             scale=Request(scale.value.decode(errors="replace"), scale.mod_revision) if scale else None,
             drains=drains,
-            paused=pause is not None and _is_true(pause.value),
+            paused=pause is not None and isinstance(parsed.get((keys.pause, pause.mod_revision)), Order),
+            cordons=tuple(cordons),
+            stop=parse_order(stop.value.decode(errors="replace")) if stop else None,
         )
 
     def _parse(self, item: KeyValue) -> object:
@@ -83,6 +88,10 @@ class RecordReader:
                 return Generation.from_json(json.loads(item.value))
             if item.key.startswith(keys.acks_prefix):
                 return Ack.from_json(json.loads(item.value))
+            if item.key.startswith(keys.cordons_prefix):
+                return parse_cordon(item.key.removeprefix(keys.cordons_prefix), item.value.decode(errors="replace"))
+            if item.key == keys.pause:
+                return parse_pause(item.value.decode(errors="replace"))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("etcd key %s cannot be read as a record of etc-run and is ignored: %s", item.key, error)
         return None
@@ -94,7 +103,3 @@ def _seconds(value: bytes) -> float | None:
     except ValueError:
         return None
 
-
-def _is_true(value: bytes) -> bool:
-    """Whether a person who wrote this value meant yes: anything but an empty value and the words for no."""
-    return value.decode(errors="replace").strip().lower() not in ("", "0", "false", "no")

@@ -43,6 +43,9 @@ def decide(view: View) -> Decision:
     try:
         if view.current.outcome is not Outcome.RUNNING:
             return Wait()
+        if view.stop is not None:
+            why = ": ".join(filter(None, ("an administrator stopped it", str(view.stop))))
+            return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
         if view.committed is None:
             return _start(view)
         if view.current.proposed:

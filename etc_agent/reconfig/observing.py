@@ -12,6 +12,7 @@ from typing import Self
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.controls import Cordon, Order
 from etc_agent.reconfig.records import Ack, Current, NodeRecord, Outcome, Request
 from etc_agent.reconfig.view import Policy, View
 from etc_agent.state.layout import Layout
@@ -23,6 +24,7 @@ class JobRecords:
 
     `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write compares
     it. `drains`: node -> seconds that it may take to leave, None where none were given.
+    `stop`: an administrator's order to end the job, if there is one.
     """
 
     incarnation: str = ""
@@ -35,6 +37,8 @@ class JobRecords:
     scale: Request | None = None
     drains: Mapping[str, float | None] = field(default_factory=dict)
     paused: bool = False
+    cordons: tuple[Cordon, ...] = ()
+    stop: Order | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class Observer:
             undescribed=undescribed or {},
             alive_s={name: now - at for name, at in alive_at.items() if name not in self.present},
             cleared=self.cleared,
+            stop=records.stop,
         )
 
     def may_lead(self, node: str, records: JobRecords, now: float, patience_s: float) -> bool:

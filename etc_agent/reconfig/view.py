@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Topology
+from etc_agent.reconfig.controls import Order
 from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, NodeState, Reply, Request
 from etc_agent.state.layout import Layout
 
@@ -67,6 +68,7 @@ class View:
     ended in, the proposed generation. `undescribed`: configs whose layout no worker could tell just now, for a reason
     of its own. `alive_s`: node that is gone from etcd -> since its agent last said, asked directly, that it still has
     workers. `cleared`: node -> that field of its record, for every node that was ever present.
+    `stop`: an administrator's order to end the job, if there is one.
     """
 
     policy: Policy
@@ -87,6 +89,7 @@ class View:
     undescribed: Mapping[ParallelConfig, str] = field(default_factory=dict)
     alive_s: Mapping[str, float] = field(default_factory=dict)
     cleared: Mapping[str, int] = field(default_factory=dict)
+    stop: Order | None = None
 
     @property
     def committed(self) -> Generation | None:

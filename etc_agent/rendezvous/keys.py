@@ -1,4 +1,4 @@
-"""The names of the keys of one run (ARCHITECTURE section 4)."""
+"""The names of the keys of one run (docs/architecture.md has the table)."""
 
 from __future__ import annotations
 
@@ -44,10 +44,6 @@ class JobKeys:
     @property
     def job(self) -> str:
         return self.root + "job"
-
-    @property
-    def job_state(self) -> str:
-        return self.root + "job/state"
 
     @property
     def nodes_prefix(self) -> str:
@@ -106,6 +102,18 @@ class JobKeys:
     @property
     def pause(self) -> str:
         return self.control_prefix + "pause"
+
+    @property
+    def stop(self) -> str:
+        return self.control_prefix + "stop"
+
+    @property
+    def cordons_prefix(self) -> str:
+        return self.control_prefix + "cordon/"
+
+    def cordon(self, node: str, index: int | None = None) -> str:
+        """Of a whole node, or of the slot with this local index."""
+        return self.cordons_prefix + _check_name("node name", node) + ("" if index is None else f"/{index}")
 
     @property
     def reply(self) -> str:
