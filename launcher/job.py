@@ -176,6 +176,15 @@ class TimeoutsSection(Section):
     etcd_s: Seconds | None = None
     end_s: Seconds | None = None
     retry_s: Seconds | None = None
+    freeze_s: Seconds | None = None
+
+
+class FailuresSection(Section):
+    """What follows from the failures of workers; see `etc_agent.agent.settings.Failures`."""
+
+    raised: Annotated[Literal["restart", "replace"], Field(alias="raise")] = "restart"
+    max_per_window: Annotated[int, Field(ge=0)] = 3
+    window_s: Seconds = 600.0
 
 
 def _command_only(value: Any) -> Any:
@@ -212,6 +221,7 @@ class Job(Section):
     forward_signals: list[Text] = []
     spares: Literal["warm", "cold"] = "warm"
     alike_failures: Annotated[int, Field(ge=0)] = 0
+    failures: FailuresSection = FailuresSection()
     monitor_interval_s: Seconds | None = None
     timeouts: TimeoutsSection = TimeoutsSection()
     logs: LogsSection = LogsSection()

@@ -10,7 +10,7 @@ import os
 import uuid
 from typing import Any
 
-from etc_agent.agent.settings import JobSettings, Timeouts
+from etc_agent.agent.settings import Failures, JobSettings, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.addresses import refuse_unknown
@@ -18,6 +18,7 @@ from etc_agent.rendezvous.keys import JobKeys
 from launcher.commands import forward_signals, preemption, preflight
 from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
+from launcher.job import Job
 from launcher.options import ELASTIC_BACKEND
 from launcher.timeouts import with_rdzv_conf
 from launcher.torchrun_config import discard, launch_config
@@ -69,6 +70,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         global_batch=job.global_batch,
         max_restarts=config.max_restarts,
         alike_failures=job.alike_failures,
+        failures=_failures(job),
         warm_spares=_warm_spares(given),
         preflight=preflight(given),
         preemption=preemption(given),
@@ -139,6 +141,11 @@ def _run_id(given: Given, standalone: bool) -> str:
     if standalone:
         return uuid.uuid4().hex[:8]
     raise EtcError("the job has no name, which the nodes find each other by; give the same --rdzv-id NAME on each node")
+
+
+def _failures(job: Job) -> Failures:
+    section = job.failures
+    return Failures(section.raised == "replace", section.max_per_window, section.window_s)
 
 
 def _timeouts(given: Given) -> Timeouts:

@@ -6,6 +6,7 @@ import difflib
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 
 def mistake(error: Any, schema: type[BaseModel]) -> str:
@@ -66,9 +67,14 @@ def _fields_at(location: tuple[int | str, ...], schema: type[BaseModel]) -> list
     """The names of the fields of the section at `location`; none where it is not a section."""
     section: type[BaseModel] | None = schema
     for part in location:
-        field = section.model_fields.get(part) if section is not None and isinstance(part, str) else None
+        field = named_fields(section).get(part) if section is not None and isinstance(part, str) else None
         section = section_of(field.annotation) if field is not None else None
-    return list(section.model_fields) if section is not None else []
+    return list(named_fields(section)) if section is not None else []
+
+
+def named_fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a section by the names that they have in the file."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:

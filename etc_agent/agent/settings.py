@@ -43,7 +43,8 @@ class Timeouts:
     over its state, where no deadline is given. `hang_s`: a node on which no step completes for this long is hung; 0:
     never. `shutdown_grace_s`: between SIGTERM and SIGKILL of a worker. `etcd_s`: one request to etcd, retries included.
     `end_s`: until etcd answers after all workers of this node have finished; then the node ends by itself. `retry_s`:
-    before a change is tried again that failed for a reason that may pass; doubled at each further failure.
+    before a change is tried again that failed for a reason that may pass; doubled at each further failure. `freeze_s`:
+    until a worker that survives a loss has answered that it is frozen; then it is ended, and counts as lost too.
     """
 
     lease_s: float = 10.0
@@ -58,6 +59,7 @@ class Timeouts:
     etcd_s: float = 5.0
     end_s: float = 30.0
     retry_s: float = 10.0
+    freeze_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,17 @@ class Preemption:
     probe: UserCommand
     every_s: float = 5.0
     grace_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What follows from the failures of workers. `replaces_raised`: a worker that raises an error of its own is handled
+    in place like one that was killed, within the restart budget. `max_per_window`: a slot or node whose workers fail
+    this many times within `window_s` seconds is cordoned; 0: never."""
+
+    replaces_raised: bool = False
+    max_per_window: int = 3
+    window_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +125,9 @@ class JobSettings:
     own etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
     may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
     `node_rank`: only where the user gave one. `alike_failures`: this many equal failures before the first step end the
-    job; 0: never. `warm_spares`: whether idle slots get warm spares. `preflight`: a command that must succeed before
-    this node joins. `forward_signals`: signals that are forwarded to the workers. `env`: added to every worker's
-    environment.
+    job; 0: never. `failures`: see `Failures`. `warm_spares`: whether idle slots get warm spares. `preflight`: a command
+    that must succeed before this node joins. `forward_signals`: signals that are forwarded to the workers. `env`: added
+    to every worker's environment.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -135,6 +148,7 @@ class JobSettings:
     global_batch: int | None = None
     max_restarts: int = 0
     alike_failures: int = 0
+    failures: Failures = field(default_factory=Failures)
     warm_spares: bool = True
     preflight: UserCommand | None = None
     preemption: Preemption | None = None

@@ -57,7 +57,8 @@ class NodeRecord(_Json):
     `rank`: the place in the order of nodes that the user asked for, or None. `joined`: the order of arrival (the
     key's create_revision), filled in by the reader. `instance`: distinguishes two lives of one name. `role`: torchrun's
     ``--role``. `cleared`: no worker runs here that was started for an earlier generation than this. `contact_port`:
-    where its agent answers other agents directly (`agent.safety.contact`).
+    where its agent answers other agents directly (`agent.safety.contact`). `spares`: the slots whose warm spare is
+    ready to become a worker.
     """
 
     name: str
@@ -71,12 +72,13 @@ class NodeRecord(_Json):
     joined: int = 0
     cleared: int = 0
     contact_port: int = 0
+    spares: tuple[int, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         record = super(NodeRecord, cls).from_json(value)
-        return replace(record, state=NodeState(record.state))
+        return replace(record, state=NodeState(record.state), spares=tuple(record.spares))
 
 
 class FailureKind(StrEnum):
@@ -197,11 +199,13 @@ class NodeFrozen(_Json):
 
 @dataclass(frozen=True, slots=True)
 class Agreement(_Json):
-    """What all survivors of a loss continue from; see `control.messages.Agreed`."""
+    """What all survivors of a loss continue from; see `control.messages.Agreed`. `loss`: the number of the loss for
+    which the survivors last confirmed it; it is in force for that one only."""
 
     generation: int
     step: int
     ok: bool = True
+    loss: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +214,15 @@ class Loss(_Json):
 
     `number`: grows with every worker that is lost while an earlier loss is handled, and from loss to loss. `slots`: the
     lost workers of the committed generation. `why`: for people. `agreement`: None until all survivors have frozen; it
-    is kept when more workers are lost, since survivors may have acted on it.
+    is kept when more workers are lost, since survivors may have acted on it. `phases_ms`: milliseconds of each phase of
+    the recovery that is over, as the leader saw it.
     """
 
     number: int
     slots: tuple[str, ...]
     why: str
     agreement: Agreement | None = None
+    phases_ms: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
@@ -238,7 +244,9 @@ class Ack(_Json):
     a new instance. `has_stepped`: a worker has completed a training step. `ended`: the slot of a worker that has exited
     with code 0, if there is one. `step`: the first step of the generation, once known. `stop_ms`, `phases_ms`: of the
     slowest worker; bytes are sums over the node's workers. `contact`: ``host:port`` at which the node's agent answers
-    other agents, also after its record has gone from etcd. `frozen`: the last answers to `Freeze`.
+    other agents, also after its record has gone from etcd. `frozen`: the last answers to `Freeze`. `failed`: every
+    worker of the generation that has failed, of which `failure` is the one that most likely caused the others.
+    `peer_lost`: why a worker waits for `Freeze`: an operation with its peers has failed.
     """
 
     generation: int
@@ -260,6 +268,8 @@ class Ack(_Json):
     stop_ms: float | None = None
     contact: str = ""
     frozen: NodeFrozen | None = None
+    failed: tuple[Failure, ...] = ()
+    peer_lost: Refusal | None = None
     phases_ms: dict[str, float] = field(default_factory=dict)
     prepare_ms: dict[str, float] = field(default_factory=dict)
 
@@ -269,8 +279,12 @@ class Ack(_Json):
         failure: Any = ack.failure
         refusal: Any = ack.refusal
         frozen: Any = ack.frozen
+        failed: Any = ack.failed
+        peer_lost: Any = ack.peer_lost
         return replace(
             ack,
+            failed=tuple(Failure.from_json(each) for each in failed),
+            peer_lost=Refusal.from_json(peer_lost) if peer_lost else None,
             frozen=NodeFrozen.from_json(frozen) if frozen else None,
             failure=Failure.from_json(failure) if failure else None,
             refusal=Refusal.from_json(refusal) if refusal else None,

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from etc_agent.agent.settings import Timeouts
 from etc_agent.parallel.config import ParallelConfig
 from launcher.job import Job, JobFileError, TimeoutsSection, load_job
-from launcher.mistakes import section_of
+from launcher.mistakes import named_fields, section_of
 
 
 def written(folder: Path, text: str) -> Path:
@@ -150,7 +150,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def _leaves(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The path of every field that is not a section."""
-    for name, field in schema.model_fields.items():
+    for name, field in named_fields(schema).items():
         section = section_of(field.annotation)
         if section is None:
             yield prefix + name
