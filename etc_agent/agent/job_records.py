@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.controls import Cordon, Order, parse_cordon, parse_order, parse_pause
+from etc_agent.reconfig.goodput import Goodput
 from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Ack, Current, NodeRecord, Request
+from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Request
 from etc_agent.rendezvous.etcd.values import KeyValue
 from etc_agent.rendezvous.keys import JobKeys
 
@@ -37,6 +39,7 @@ class RecordReader:
         nodes: list[NodeRecord] = []
         generations: dict[int, Generation] = {}
         acks: dict[tuple[int, str], Ack] = {}
+        history: dict[int, History] = {}
         drains: dict[str, float | None] = {}
         cordons: list[Cordon] = []
         for key, item in snapshot.items():
@@ -51,14 +54,21 @@ class RecordReader:
                 acks[record.generation, record.node] = record
             elif isinstance(record, Cordon):
                 cordons.append(record)
+            elif isinstance(record, History):
+                history[record.generation] = record
             elif key.startswith(keys.drains_prefix):
                 drains[key.removeprefix(keys.drains_prefix)] = _seconds(item.value)
         self._parsed = parsed
         current, scale = snapshot.get(keys.current), snapshot.get(keys.scale)
-        record = parsed.get((keys.current, current.mod_revision)) if current else None
+
+        def at(key: str) -> object:
+            item = snapshot.get(key)
+            return parsed.get((key, item.mod_revision)) if item else None
+
+        record, account, goodput = at(keys.current), at(keys.account), at(keys.status)
         leader = snapshot.get(keys.leader)
-        job, pause, stop = snapshot.get(keys.job), snapshot.get(keys.pause), snapshot.get(keys.stop)
-        incarnation = parsed.get((keys.job, job.mod_revision)) if job else None
+        stop = snapshot.get(keys.stop)
+        incarnation = at(keys.job)
         return JobRecords(
             incarnation=incarnation if isinstance(incarnation, str) else "",
             nodes=tuple(nodes),
@@ -69,9 +79,12 @@ class RecordReader:
             acks=acks,
             scale=Request(scale.value.decode(errors="replace"), scale.mod_revision) if scale else None,
             drains=drains,
-            paused=pause is not None and isinstance(parsed.get((keys.pause, pause.mod_revision)), Order),
+            paused=isinstance(at(keys.pause), Order),
             cordons=tuple(cordons),
             stop=parse_order(stop.value.decode(errors="replace")) if stop else None,
+            history=history,
+            account=account if isinstance(account, Account) else Account(),
+            goodput=goodput if isinstance(goodput, Goodput) else None,
         )
 
     def _parse(self, item: KeyValue) -> object:
@@ -92,6 +105,12 @@ class RecordReader:
                 return parse_cordon(item.key.removeprefix(keys.cordons_prefix), item.value.decode(errors="replace"))
             if item.key == keys.pause:
                 return parse_pause(item.value.decode(errors="replace"))
+            if item.key.startswith(keys.history_prefix):
+                return History.from_json(json.loads(item.value))
+            if item.key == keys.account:
+                return Account.from_json(json.loads(item.value))
+            if item.key == keys.status and (goodput := json.loads(item.value).get("goodput")):
+                return Goodput.from_json(goodput)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("etcd key %s cannot be read as a record of etc-run and is ignored: %s", item.key, error)
         return None

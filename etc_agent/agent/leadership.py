@@ -15,12 +15,14 @@ from etc_agent.control.causes import ErrorKind
 from etc_agent.errors import one_line
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.errors import PlanError
+from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.fencing import Fencing
+from etc_agent.reconfig.goodput import Goodput
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import indices
 from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
-from etc_agent.reconfig.tidy import outdated
+from etc_agent.reconfig.tidy import Outdated, outdated
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
 from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.election import Election, Mandate
@@ -155,15 +157,17 @@ class Leadership:
         if write.history is not None:
             history = replace(write.history, time=time.time())
             puts[self._keys.history(history.generation)] = json.dumps(history.to_json())
+        acked = {generation for generation, _ in records.acks}
+        new = {write.generation.id: write.generation} if write.generation else {}
+        old = outdated(write.current, {**records.generations, **new}, acked)
+        if removed := [records.history[id_] for id_ in old.generations if id_ in records.history]:
+            puts[self._keys.account] = json.dumps((records.account + Account.of(removed)).to_json())
         assert self._writer is not None
-        self._writer.write(puts, self._deletes(write, records))
+        self._writer.write(puts, self._deletes(old))
         self._has_written()
         _announce(write, records.current)
 
-    def _deletes(self, write: Write, records: JobRecords) -> list[Delete | DeletePrefix]:
-        new = {write.generation.id: write.generation} if write.generation else {}
-        acked = {generation for generation, _ in records.acks}
-        old = outdated(write.current, {**records.generations, **new}, acked)
+    def _deletes(self, old: Outdated) -> list[Delete | DeletePrefix]:
         return [
             *(DeletePrefix(self._keys.generation_acks_prefix(generation)) for generation in old.acks),
             *(Delete(self._keys.generation(generation)) for generation in old.generations),
@@ -175,6 +179,9 @@ class Leadership:
         if committed is None or time.monotonic() - self._status_at < _STATUS_S:
             return
         progress = self._workers.progress()
+        goodput = records.goodput or Goodput(time.time())
+        if progress is not None:
+            goodput = goodput.at(time.time(), progress.step, progress.step_s)
         status: dict[str, object] = {
             "generation": committed.id,
             "config": str(committed.config),
@@ -184,6 +191,7 @@ class Leadership:
             "rate_steps_per_s": round(1 / progress.step_s, 3) if progress and progress.step_s > 0 else None,
             "workers": committed.config.num_ranks,
             "nodes": list(committed.nodes),
+            "goodput": goodput.to_json(),
         }
         if status != self._status:
             assert self._writer is not None

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Self
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Placement, Slot
+
+
+class Trigger(StrEnum):
+    """Why a generation was made, as one of a few kinds; `Generation.reason` says it in full, for people.
+
+    `START`: the job began. `REQUEST`: by `control/scale`. `NODES_CAME`: the job grew towards the wanted size.
+    `NODE_LEAVES`: a node was told to leave. `FEWER_SLOTS`: of those that it wants fewer are there. `REFUSED`: the model
+    refused the config before. `NODE_LOST`, `WORKER_FAILED`: a loss.
+    """
+
+    START = "start"
+    REQUEST = "request"
+    NODES_CAME = "nodes_came"
+    NODE_LEAVES = "node_leaves"
+    FEWER_SLOTS = "fewer_slots"
+    REFUSED = "refused"
+    NODE_LOST = "node_lost"
+    WORKER_FAILED = "worker_failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +35,9 @@ class Generation:
 
     `placement`: virtual rank -> slot. `store`: ``host:port`` of the TCPStore that this generation meets at, under the
     prefix ``gen<id>``. `previous`: the generation whose state is migrated, or 0 for a fresh generation.
-    `reason`: for people. `is_held`: too few nodes are left to train; workers keep the state and run no step.
-    `roles`: node -> its role, torchrun's ``--role``; nodes that are not in it all have one role. `lost`: slots of
-    `previous` whose workers are gone, with what they held; a new worker may join in such a slot.
+    `reason`: for people; `trigger`: its kind. `is_held`: too few nodes are left to train; workers keep the state and
+    run no step. `roles`: node -> its role, torchrun's ``--role``; nodes that are not in it all have one role. `lost`:
+    slots of `previous` whose workers are gone, with what they held; a new worker may join in such a slot.
     """
 
     id: int
@@ -30,6 +49,7 @@ class Generation:
     is_held: bool = False
     roles: Mapping[str, str] = field(default_factory=dict, hash=False)
     lost: tuple[Slot, ...] = ()
+    trigger: Trigger = Trigger.START
 
     def __post_init__(self) -> None:
         if len(self.placement) != self.config.num_ranks:
@@ -66,6 +86,7 @@ class Generation:
             "is_held": self.is_held,
             "roles": dict(self.roles),
             "lost": [str(slot) for slot in self.lost],
+            "trigger": self.trigger,
         }
 
     @classmethod
@@ -80,4 +101,5 @@ class Generation:
             is_held=value.get("is_held", False),
             roles=value.get("roles", {}),
             lost=tuple(Slot.parse(text) for text in value.get("lost", ())),
+            trigger=Trigger(value.get("trigger", Trigger.START)),
         )

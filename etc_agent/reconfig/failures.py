@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, first_cause
 from etc_agent.reconfig.view import Policy, View, Wait
 
@@ -26,6 +26,7 @@ class FreshStart:
 
     current: Current
     reason: str
+    trigger: Trigger
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def _left_alone(failure: Failure, ended: str) -> Failure:
 def without(view: View, missing: list[str]) -> Verdict:
     """Nodes are lost: continue without them, or wait for others where too few are left."""
     lost = f"{names(missing)} was lost"
-    return below_min(view, lost) or FreshStart(view.current, lost)
+    return below_min(view, lost) or FreshStart(view.current, lost, Trigger.NODE_LOST)
 
 
 def below_min(view: View, what: str) -> Wait | EndJob | None:
@@ -125,7 +126,8 @@ def _after(view: View, failure: Failure, acks: list[Ack]) -> Verdict:
     if policy.alike_failures and alike >= policy.alike_failures:
         return EndJob(failure.exit_code, f"{what} ({alike} times alike before the first step; alike_failures)")
     current = replace(current, restarts=current.restarts + 1, failed_as=signature, failed_alike=alike)
-    return FreshStart(current, f"restart {current.restarts} of {policy.max_restarts}: {what}")
+    what = f"restart {current.restarts} of {policy.max_restarts}: {what}"
+    return FreshStart(current, what, Trigger.WORKER_FAILED)
 
 
 def _rank(view: View, slot: str) -> int | None:

@@ -115,7 +115,10 @@ def _withdraw(view: View, proposed: Generation, why: str) -> Write:
     """Withdraw the proposed generation, and tell whoever asked for it. Whether the request can still be met is decided
     when no generation is proposed."""
     current = replace(view.current, proposed=0, phase=Phase.IDLE)
-    history = History(proposed.id, str(proposed.config), proposed.previous, proposed.reason, "withdrawn", why)
+    history = History(
+        proposed.id, str(proposed.config), proposed.previous, proposed.reason, "withdrawn", why,
+        trigger=proposed.trigger,
+    )
     reply = None
     if current.pending_scale:
         reply = Reply(current.wanted, current.pending_scale, Result.PENDING, why, proposed.id)
@@ -140,6 +143,7 @@ def _commit(view: View, committed: Generation, proposed: Generation, acks: list[
         moved_bytes=sum(ack.received_bytes for ack in acks),
         phases_ms=slowest(ack.phases_ms for ack in acks),
         prepare_ms=slowest(ack.prepare_ms for ack in acks),
+        trigger=proposed.trigger,
     )
     reply = None
     if current.pending_scale and is_met(view, parse_wanted(current.wanted), proposed):

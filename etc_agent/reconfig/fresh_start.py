@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Node, Placement, Topology
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.reconfig.failures import EndJob, FreshStart, Verdict, below_min, judge, names
@@ -17,7 +17,7 @@ from etc_agent.reconfig.wanted import parse_wanted
 SIGTERM_EXIT_CODE = 143
 
 
-def start_fresh(view: View, reason: str) -> Decision:
+def start_fresh(view: View, reason: str, trigger: Trigger) -> Decision:
     """Start every worker afresh on the usable nodes."""
     current = only_of_the_model(view.current)
     view = replace(view, current=current)
@@ -32,14 +32,15 @@ def start_fresh(view: View, reason: str) -> Decision:
     if is_used(store, view.generations):  # its node is about to publish a new store
         return Wait(why=f"waiting for {names([host])} to open a new store")
     generation = Generation(
-        current.next_id, config, placement, store, previous=0, reason=reason, roles=roles_of(view, placement)
+        current.next_id, config, placement, store, previous=0, reason=reason, roles=roles_of(view, placement),
+        trigger=trigger,
     )
     next_current = replace(
         current, committed=generation.id, proposed=0, phase=Phase.IDLE, next_id=generation.id + 1, unreported=False
     )
     started = History(
         generation.id, str(config), 0, reason, "committed", started=config.num_ranks,
-        stopped=view.committed.config.num_ranks if view.committed else 0,
+        stopped=view.committed.config.num_ranks if view.committed else 0, trigger=trigger,
     )
     reply = None
     if current.pending_scale and not is_met(view, parse_wanted(current.wanted), generation):
@@ -56,8 +57,9 @@ def lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decisi
 def carry_out(view: View, verdict: Verdict | None) -> Decision | None:
     """The decision that carries out a verdict."""
     match verdict:
-        case FreshStart(current, reason):
-            return carry_out(view, below_min(view, reason)) or start_fresh(replace(view, current=current), reason)
+        case FreshStart(current, reason, trigger):
+            asked = replace(view, current=current)
+            return carry_out(view, below_min(view, reason)) or start_fresh(asked, reason, trigger)
         case EndJob(exit_code, why):
             return end(view, Outcome.FAILED, exit_code, why)
     return verdict

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Placement
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.planner.placement import place
@@ -76,7 +76,7 @@ def _start(view: View) -> Decision:
             return Wait(policy.settle_s - view.quiet_s)
     elif policy.initial is not None and (why := check(view, policy.initial)):
         return end(view, Outcome.FAILED, 1, f"the config to start with cannot be: {why}")
-    return start_fresh(view, "start")
+    return start_fresh(view, "start", Trigger.START)
 
 
 def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
@@ -100,10 +100,10 @@ def _without(view: View, committed: Generation, refusal: Refusal) -> Decision:
     try:
         candidate = target(without_it, wanted)
     except NoConfigError:
-        return start_fresh(without_it, refusal.error)
+        return start_fresh(without_it, refusal.error, Trigger.REFUSED)
     if may_ask and candidate not in view.descriptions and candidate not in view.undescribed:
         raise NotDescribed(candidate)
-    return start_fresh(without_it, f"the model refuses the config before: {refusal.error}")
+    return start_fresh(without_it, f"the model refuses the config before: {refusal.error}", Trigger.REFUSED)
 
 
 # ---- a committed generation, none proposed --------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
             return kept
         if only_of_the_model(current) != current and not view.is_below_min:
             reason = f"{names(leaving)} leaves and its workers could not hand over their state"
-            return start_fresh(replace(view, current=current), reason)
+            return start_fresh(replace(view, current=current), reason, Trigger.NODE_LEAVES)
         why = f"{names(leaving)} must leave, and the rest is too small: {error}"
         return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
     is_held = view.is_below_min and bool(leaving)
@@ -181,16 +181,16 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         return Wait(view.policy.settle_s - view.quiet_s)
     if committed.is_held and (seconds := retry_in_s(view, config)) > 0:
         return Wait(seconds)  # it cannot stay as it is, but can wait for this
-    reason = _reason(current, committed, config, leaving, is_held=is_held)
+    reason, trigger = _reason(current, committed, config, leaving, is_held=is_held)
     if not in_session(view):
         is_plain = any(view.ack(committed.id, node).is_plain for node in committed.nodes)
         if view.phase_s < view.policy.start_s and not is_plain:
             return Write(current, reply=reply) if reply else Wait(view.policy.start_s - view.phase_s)
-        decision = start_fresh(replace(view, current=current), reason)
+        decision = start_fresh(replace(view, current=current), reason, trigger)
         return replace(decision, reply=reply) if isinstance(decision, Write) else decision
     generation = Generation(
         current.next_id, config, placement := _placement(view, committed, config), store_on(view, placement[0].node),
-        previous=committed.id, reason=reason, is_held=is_held, roles=roles_of(view, placement),
+        previous=committed.id, reason=reason, is_held=is_held, roles=roles_of(view, placement), trigger=trigger,
     )
     proposed = replace(current, proposed=generation.id, phase=Phase.PROPOSED, next_id=generation.id + 1)
     if reply is None and _is_asked_for(current, config):
@@ -271,10 +271,12 @@ def _is_asked_for(current: Current, config: ParallelConfig) -> bool:
 
 def _reason(
     current: Current, committed: Generation, config: ParallelConfig, leaving: list[str], *, is_held: bool
-) -> str:
+) -> tuple[str, Trigger]:
     if _is_asked_for(current, config):
-        return f"asked for {current.wanted}"
+        return f"asked for {current.wanted}", Trigger.REQUEST
     if leaving:
-        return f"{names(leaving)} leaves" + ("; too few are left, the state is only kept" if is_held else "")
-    has_grown = committed.is_held or config.num_ranks > committed.config.num_ranks
-    return "nodes came" if has_grown else "fewer slots are left"
+        held = "; too few are left, the state is only kept" if is_held else ""
+        return f"{names(leaving)} leaves{held}", Trigger.NODE_LEAVES
+    if committed.is_held or config.num_ranks > committed.config.num_ranks:
+        return "nodes came", Trigger.NODES_CAME
+    return "fewer slots are left", Trigger.FEWER_SLOTS

@@ -12,8 +12,10 @@ from typing import Self
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.controls import Cordon, Order
-from etc_agent.reconfig.records import Ack, Current, NodeRecord, Outcome, Request
+from etc_agent.reconfig.goodput import Goodput
+from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Outcome, Request
 from etc_agent.reconfig.view import Policy, View
 from etc_agent.state.layout import Layout
 
@@ -23,8 +25,9 @@ class JobRecords:
     """All records under the job's prefix at one revision.
 
     `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write compares
-    it. `drains`: node -> seconds that it may take to leave, None where none were given.
-    `stop`: an administrator's order to end the job, if there is one.
+    it. `drains`: node -> seconds that it may take to leave, None where none were given. `stop`: an administrator's
+    order to end the job, if there is one. `account`: of what is no longer in `history`. `goodput`: as the leader last
+    wrote it into ``status``.
     """
 
     incarnation: str = ""
@@ -39,6 +42,14 @@ class JobRecords:
     paused: bool = False
     cordons: tuple[Cordon, ...] = ()
     stop: Order | None = None
+    history: Mapping[int, History] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    goodput: Goodput | None = None
+
+    @property
+    def account_now(self) -> Account:
+        """The account of the whole life of the job."""
+        return self.account + Account.of(self.history.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from etc_agent.control.causes import ErrorKind
+from etc_agent.parallel.generation import Trigger
 
 
 class NodeState(StrEnum):
@@ -371,7 +372,8 @@ class Reply(_Json):
 
 @dataclass(frozen=True, slots=True)
 class History(_Json):
-    """``history/<generation>``: a generation's changes and costs. Times in milliseconds, of the slowest worker."""
+    """``history/<generation>``: a generation's changes and costs. Times in milliseconds, of the slowest worker. `time`:
+    when the record was written, in seconds since 1970. `reason`, `trigger`: of the generation."""
 
     generation: int
     config: str
@@ -388,6 +390,17 @@ class History(_Json):
     phases_ms: dict[str, float] = field(default_factory=dict)
     prepare_ms: dict[str, float] = field(default_factory=dict)
     time: float = 0.0
+    trigger: Trigger = Trigger.START
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        record = super(History, cls).from_json(value)
+        return replace(record, trigger=Trigger(record.trigger))
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether all workers were started afresh for it, otherwise than at the start of the job."""
+        return self.previous == 0 and self.trigger is not Trigger.START
 
 
 @dataclass(frozen=True, slots=True)

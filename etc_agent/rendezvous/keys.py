@@ -85,6 +85,10 @@ class JobKeys:
         return f"{self.history_prefix}{generation}"
 
     @property
+    def account(self) -> str:
+        return self.root + "account"
+
+    @property
     def control_prefix(self) -> str:
         return self.root + "control/"
 
