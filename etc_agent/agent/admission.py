@@ -117,7 +117,10 @@ def _begin(client: EtcdClient, keys: JobKeys, found: dict[str, KeyValue], record
     conditions = [Compare.mod_revision(keys.job, job.mod_revision if job else 0)]
     if not _has_ended(found, keys):
         conditions.append(Compare.none_under(keys.nodes_prefix))
-    stale = [keys.nodes_prefix, keys.generations_prefix, keys.acks_prefix, keys.history_prefix, keys.drains_prefix]
+    stale = [
+        keys.nodes_prefix, keys.gone_prefix, keys.generations_prefix, keys.acks_prefix, keys.history_prefix,
+        keys.drains_prefix,
+    ]
     ops = [DeletePrefix(prefix) for prefix in stale] if job else []
     of_one_run = (keys.current, keys.status, keys.leader, keys.reply, keys.scale, keys.pause, keys.stop)
     gone = of_one_run if job else ()

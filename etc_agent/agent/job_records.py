@@ -12,7 +12,7 @@ from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.controls import Cordon, Order, parse_cordon, parse_order, parse_pause
 from etc_agent.reconfig.goodput import Goodput
 from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Request
+from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Request, Testimony
 from etc_agent.rendezvous.etcd.values import KeyValue
 from etc_agent.rendezvous.keys import JobKeys
 
@@ -42,6 +42,7 @@ class RecordReader:
         history: dict[int, History] = {}
         drains: dict[str, float | None] = {}
         cordons: list[Cordon] = []
+        gone: dict[str, Testimony] = {}
         for key, item in snapshot.items():
             identity = (key, item.mod_revision)
             record = self._parsed[identity] if identity in self._parsed else self._parse(item)
@@ -56,6 +57,8 @@ class RecordReader:
                 cordons.append(record)
             elif isinstance(record, History):
                 history[record.generation] = record
+            elif isinstance(record, Testimony):
+                gone[key.removeprefix(keys.gone_prefix)] = record
             elif key.startswith(keys.drains_prefix):
                 drains[key.removeprefix(keys.drains_prefix)] = _seconds(item.value)
         self._parsed = parsed
@@ -85,6 +88,7 @@ class RecordReader:
             history=history,
             account=account if isinstance(account, Account) else Account(),
             goodput=goodput if isinstance(goodput, Goodput) else None,
+            gone=gone,
         )
 
     def _parse(self, item: KeyValue) -> object:
@@ -111,6 +115,8 @@ class RecordReader:
                 return Account.from_json(json.loads(item.value))
             if item.key == keys.status and (goodput := json.loads(item.value).get("goodput")):
                 return Goodput.from_json(goodput)
+            if item.key.startswith(keys.gone_prefix):
+                return Testimony.from_json(json.loads(item.value))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("etcd key %s cannot be read as a record of etc-run and is ignored: %s", item.key, error)
         return None

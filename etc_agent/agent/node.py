@@ -28,6 +28,7 @@ from etc_agent.agent.safety.fence import Fence
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.hangs import HangWatch
 from etc_agent.agent.safety.peer_status import Speaker
+from etc_agent.agent.safety.witness import Witness
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
 from etc_agent.control.channel import SPARE_GENERATION, Channel
@@ -81,7 +82,8 @@ class NodeAgent:
         self._settings, self._record = settings, record
         self._published, self._is_news = record, False
         self._client, self._keys, self._mirror, self._membership = client, keys, mirror, membership
-        self._inbox, self._stores = inbox, stores
+        self._inbox, self._stores, self._guardian = inbox, stores, guardian
+        self._witness = Witness(settings, record.name, guardian, client, keys)
         self._reader = RecordReader(keys)
         self._workers = LocalWorkers(record.name, guardian, leave_signals)
         self._hangs = HangWatch(settings.timeouts.hang_s)
@@ -127,6 +129,7 @@ class NodeAgent:
             self._renew_store(records)
             self._clear(records)
             self._publish()
+            self._witness.instruct(self._published.instance)
             connected_s = min(self._mirror.connected_for_s, self._fence.followed_s)
             view = self._leadership.observe(records, connected_s, self._fence.alive_at)
             self._act(records, view)
@@ -147,6 +150,9 @@ class NodeAgent:
         if self._election is not None:
             self._election.close()
         self._server.close()
+        if self._reader.read(self._mirror.snapshot()).current.outcome is Outcome.RUNNING:
+            self._witness.testify(worker.process.pid for worker in self._workers.all())
+        self._witness.dismiss()
 
     # ---- what comes in --------------------------------------------------------------------------------------------
 
@@ -291,8 +297,9 @@ class NodeAgent:
             match action:
                 case member.Start(index, generation, joining):
                     self._put_fence(records, has_workers=True)  # before the first worker starts
-                    process = self._starter.start(index, generation, records.current.restarts, joining=joining)
-                    self._workers.add(index, generation.id, process)
+                    with self._guardian.starting():
+                        process = self._starter.start(index, generation, records.current.restarts, joining=joining)
+                        self._workers.add(index, generation.id, process)
                 case member.Stop(index):
                     self._workers.stop(index, grace_s)
                 case member.Expect(index):

@@ -15,7 +15,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.controls import Cordon, Order
 from etc_agent.reconfig.goodput import Goodput
-from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Outcome, Request
+from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Outcome, Request, Testimony
 from etc_agent.reconfig.view import Policy, View
 from etc_agent.state.layout import Layout
 
@@ -27,7 +27,7 @@ class JobRecords:
     `current_revision`: the mod_revision of `current`, 0 where it does not exist yet; the leader's next write compares
     it. `drains`: node -> seconds that it may take to leave, None where none were given. `stop`: an administrator's
     order to end the job, if there is one. `account`: of what is no longer in `history`. `goodput`: as the leader last
-    wrote it into ``status``.
+    wrote it into ``status``. `gone`: node -> its testimony.
     """
 
     incarnation: str = ""
@@ -45,6 +45,7 @@ class JobRecords:
     history: Mapping[int, History] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     goodput: Goodput | None = None
+    gone: Mapping[str, Testimony] = field(default_factory=dict)
 
     @property
     def account_now(self) -> Account:
@@ -70,8 +71,8 @@ class Observer:
     `nodes`: which nodes are present, which instance of each, and their states. `current`: the record of that name.
     `failed`: the committed generation, if a worker of it or of a later one has failed, else None. `refused`: likewise
     the proposed one, if a worker refused it or has ended in it. `led`: whether there is a leader. `gone_at`: node ->
-    when it was first seen to be gone, for every node that was ever present and is not now. `cleared`: node -> that
-    field of its last record.
+    when it was first seen to be gone, for every node that was ever present and is not now. `cleared`, `instances`:
+    node -> that field of its last record.
     """
 
     nodes: Lasting = Lasting()
@@ -82,6 +83,7 @@ class Observer:
     present: frozenset[str] = frozenset()
     gone_at: Mapping[str, float] = field(default_factory=dict)
     cleared: Mapping[str, int] = field(default_factory=dict)
+    instances: Mapping[str, str] = field(default_factory=dict)
 
     def observe(self, records: JobRecords, now: float) -> Observer:
         """The observer after it has seen `records` at time `now`."""
@@ -102,6 +104,7 @@ class Observer:
             present,
             {name: self.gone_at.get(name, now) for name in gone},
             {**self.cleared, **{node.name: node.cleared for node in records.nodes}},
+            {**self.instances, **{node.name: node.instance for node in records.nodes}},
         )
 
     def view(
@@ -136,7 +139,13 @@ class Observer:
             alive_s={name: now - at for name, at in alive_at.items() if name not in self.present},
             cleared=self.cleared,
             stop=records.stop,
+            testified=frozenset(name for name in self.gone_at if self._has_testified(name, records)),
         )
+
+    def _has_testified(self, node: str, records: JobRecords) -> bool:
+        """Whether the last instance of a node that is gone is known to have no workers any more."""
+        said = records.gone.get(node)
+        return said is not None and said.instance == self.instances.get(node)
 
     def may_lead(self, node: str, records: JobRecords, now: float, patience_s: float) -> bool:
         """Whether `node` should stand for the lead, or keep it: the leader asks workers of its own about the model, so

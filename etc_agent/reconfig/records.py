@@ -82,6 +82,17 @@ class NodeRecord(_Json):
         return replace(record, state=NodeState(record.state), spares=tuple(record.spares))
 
 
+@dataclass(frozen=True, slots=True)
+class Testimony(_Json):
+    """``gone/<node>``, for a limited time: the workers of this instance of the node have ended, and it starts no more.
+
+    Written by the guardian of an agent that was killed, or by an agent that ends, in the transaction that removes the
+    node's record. So nobody needs to wait until a node that is cut off would have stopped its workers.
+    """
+
+    instance: str
+
+
 class FailureKind(StrEnum):
     """Why a worker ended or hangs, ordered by how likely it caused the failures of others. `RAISED`: it raised an
     error. `KILLED`: a signal ended it. `UNRESPONSIVE`: it hangs and does not answer. `HUNG`: it hangs outside a

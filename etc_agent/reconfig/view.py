@@ -67,7 +67,8 @@ class View:
     since it was seen to be gone, for nodes that were ever present. `refused_s`: since the first worker refused, or
     ended in, the proposed generation. `undescribed`: configs whose layout no worker could tell just now, for a reason
     of its own. `alive_s`: node that is gone from etcd -> since its agent last said, asked directly, that it still has
-    workers. `cleared`: node -> that field of its record, for every node that was ever present.
+    workers. `cleared`: node -> that field of its record, for every node that was ever present. `testified`: nodes that
+    are gone and whose workers have ended according to their `Testimony`.
     `stop`: an administrator's order to end the job, if there is one.
     """
 
@@ -90,6 +91,7 @@ class View:
     alive_s: Mapping[str, float] = field(default_factory=dict)
     cleared: Mapping[str, int] = field(default_factory=dict)
     stop: Order | None = None
+    testified: frozenset[str] = frozenset()
 
     @property
     def committed(self) -> Generation | None:
@@ -101,12 +103,15 @@ class View:
 
     def lost(self, nodes: Iterable[str]) -> list[str]:
         """Those of `nodes` that are certainly gone, and their workers with them."""
+        gone = [node for node in nodes if node not in self.live]
         if self.connected_s < self.policy.lost_s:
-            return []
-        return [node for node in nodes if node not in self.live and self.fenced_in_s(node) <= 0]
+            return [node for node in gone if node in self.testified]
+        return [node for node in gone if self.fenced_in_s(node) <= 0]
 
     def fenced_in_s(self, node: str) -> float:
         """For how many seconds from now a node that is gone may still have workers."""
+        if node in self.testified:
+            return 0.0
         forever = float("inf")
         unseen_s, unheard_s = self.absent_s.get(node, forever), self.alive_s.get(node, forever)
         return max(self.policy.fence_s - unseen_s, self.policy.lost_s - unheard_s)

@@ -53,6 +53,13 @@ class JobKeys:
         return self.nodes_prefix + _check_name("node name", node)
 
     @property
+    def gone_prefix(self) -> str:
+        return self.root + "gone/"
+
+    def gone(self, node: str) -> str:
+        return self.gone_prefix + _check_name("node name", node)
+
+    @property
     def leader(self) -> str:
         return self.root + "leader"
 

@@ -149,3 +149,7 @@ def make_certificates(folder: Path) -> tuple[Tls, Tls]:
         )
     ca = folder / "ca.pem"
     return tuple(Tls(ca, folder / f"{name}.pem", folder / f"{name}.key") for name in ("server", "client"))  # type: ignore[return-value]
+
+
+def run_etcdctl(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "ETCDCTL_API": "3"})

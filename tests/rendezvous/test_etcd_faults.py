@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from etcd_helpers import Wire, etcd_cluster, freeze, make_certificates, wait_until
+from etcd_helpers import Wire, etcd_cluster, freeze, make_certificates, run_etcdctl, wait_until
 
 from etc_agent.rendezvous.election import Election, Mandate
 from etc_agent.rendezvous.etcd.client import EtcdClient
@@ -317,7 +316,3 @@ def test_a_certificate_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         EtcdClient(["h:1"], tls=Tls(tmp_path / "nowhere.pem"))
     with pytest.raises(EtcdError, match="needs a certificate file and a key file"):
         Tls(certificate=tmp_path / "c.pem")
-
-
-def run_etcdctl(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "ETCDCTL_API": "3"})

@@ -80,8 +80,9 @@ class Spares:
         if time.monotonic() < self._retry_at:
             return
         for index in sorted(set(indices) - set(self._spares)):
-            process, folder = self.start(index)
-            self.guardian.watch_group(process.pid)
+            with self.guardian.starting():
+                process, folder = self.start(index)
+                self.guardian.watch_group(process.pid)
             self._spares[index] = _Spare(process, folder)
 
     def receive(self, hello: Hello, channel: Channel) -> None:

@@ -1,25 +1,23 @@
-"""The guardian: a process that survives the agent just long enough to end everything that the agent started.
+"""The guardian: a process that outlives the agent to end everything that the agent started, and to say so in etcd.
 
 A parent-death signal follows the thread that forked and does not reach grandchildren; a pipe has neither problem. The
 agent holds the writing end, and whatever kills the agent closes it. The guardian then kills the registered process
-groups and removes the registered folders. A stopped agent closes nothing, so it also tells until when the groups may
-run.
+groups, waits until they have no living members, testifies in etcd (`etc_agent.agent.safety.testimony`), and removes the
+registered folders. A stopped agent closes nothing, so it also tells until when the groups may run.
 """
 
 from __future__ import annotations
 
-import os
-import select
-import shutil
-import signal
+import json
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-_LONGEST_S = 3600.0
+_PROGRAM = Path(__file__).resolve().with_name("guardian_process.py")
 
 
 class Guardian:
@@ -27,7 +25,7 @@ class Guardian:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).resolve())],
+            [sys.executable, "-I", "-S", str(_PROGRAM)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, text=True,
         )
         assert self._process.stdin is not None
@@ -37,6 +35,16 @@ class Guardian:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Inside the context a process is started and its group passed to `watch_group`. If the agent dies in between,
+        the guardian cannot know whether that process runs, and does not testify."""
+        self._tell("starting")
+        try:
+            yield
+        finally:
+            self._tell("started")
 
     def watch_group(self, group: int) -> None:
         """Kill process group `group` if the agent dies."""
@@ -49,6 +57,12 @@ class Guardian:
     def allow_until(self, deadline: float) -> None:
         """Kill the present groups if `deadline`, in time.monotonic() seconds, passes before another one is given."""
         self._tell(f"until {deadline}")
+
+    def testify(self, testimony: dict[str, Any], limit_s: float) -> None:
+        """When the agent is gone and all groups have ended, write that to etcd. `testimony`: what the program that does
+        it needs to know (`testimony.Case`), which replaces what was told before; empty for none. `limit_s`: how long
+        that may take."""
+        self._tell(f"testify {limit_s} {json.dumps(testimony) if testimony else ''}")
 
     def remove_folder(self, folder: Path) -> None:
         """Remove `folder` and its contents when the agent has ended, in any way."""
@@ -66,51 +80,3 @@ class Guardian:
                 self._pipe.flush()
         except (OSError, ValueError):  # ValueError after `close`
             raise RuntimeError("the guardian process is gone; a dead agent would now leave workers behind") from None
-
-
-def _guard() -> None:
-    """The guardian process: read commands from standard input until it closes, then clean up."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    folders: list[str] = []
-    until, heard = float("inf"), b""
-    while True:
-        left_s = until - time.monotonic()
-        if left_s <= 0:
-            _kill(groups)
-            until = float("inf")
-            continue
-        if not select.select([0], [], [], min(left_s, _LONGEST_S))[0]:
-            continue
-        more = os.read(0, 1 << 16)
-        if not more:
-            break
-        *lines, heard = (heard + more).split(b"\n")
-        for line in lines:
-            command, _, operand = line.decode().partition(" ")
-            if command == "watch":
-                groups.add(int(operand))
-            elif command == "forget":
-                groups.discard(int(operand))
-            elif command == "until":
-                until = float(operand)
-            elif command == "remove":
-                folders.append(operand)
-    _kill(groups)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _kill(groups: set[int]) -> None:
-    for group in groups:
-        for kill in (os.killpg, os.kill):  # a worker that is about to run a function may not lead its group yet
-            try:
-                kill(group, signal.SIGKILL)
-                break
-            except ProcessLookupError:
-                continue
-
-
-if __name__ == "__main__":
-    _guard()
