@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -41,6 +41,8 @@ def mistake(error: Any, schema: type[BaseModel]) -> str:
             said = f"expected at least {context['ge']}, got {given}"
         case "greater_than":
             said = f"expected more than {context['gt']:g}, got {given}"
+        case "missing":
+            said = "missing"
         case "too_short" | "string_too_short":
             said = "must not be empty"
         case "literal_error":
@@ -66,9 +68,14 @@ def _shown(value: Any, limit: int = 60) -> str:
 def _fields_at(location: tuple[int | str, ...], schema: type[BaseModel]) -> list[str]:
     """The names of the fields of the section at `location`; none where it is not a section."""
     section: type[BaseModel] | None = schema
+    is_name = False
     for part in location:
+        if is_name:  # in a mapping of sections by name the part before led to the section already
+            is_name = False
+            continue
         field = named_fields(section).get(part) if section is not None and isinstance(part, str) else None
         section = section_of(field.annotation) if field is not None else None
+        is_name = field is not None and get_origin(field.annotation) is dict
     return list(named_fields(section)) if section is not None else []
 
 

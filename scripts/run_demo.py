@@ -33,9 +33,8 @@ from etc_agent.reconfig.records import History, Result
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
-from launcher.admin import reply_of
-from launcher.ctl import history_of
-from launcher.tables import console, history_table
+from launcher.ctl.jobs import job_of, reply_of
+from launcher.ctl.tables import console, history_table
 
 ROOT = Path(__file__).parent.parent
 CHANGES = ("PP2TP2DP1", "PP1TP2DP2", "PP2TP1DP1", "PP1TP1DP4")
@@ -154,7 +153,7 @@ class Administrator:
 
     def history(self) -> list[History]:
         """The generations so far."""
-        return history_of(self._mirror.snapshot(), self._keys)
+        return list(job_of(self._mirror.snapshot(), self._keys).history.values())
 
     def change(self, job: Job, config: str, timeout_s: float) -> History:
         """Ask for `config`, and wait until the job has changed and trained a step.

@@ -25,7 +25,7 @@ RETIRED = {
 ROOMS_OF = {
     "report": ("etc_agent/migration/", "etc_agent/worker/change/switch.py", "etc_agent/worker/change/elastic.py"),
     "verify": ("etc_agent/migration/", "etc_agent/worker/change/modes/"),
-    "rounds": ("etc_agent/planner/", "etc_agent/migration/", "etc_agent/simulator/", "launcher/plan_command.py"),
+    "rounds": ("etc_agent/planner/", "etc_agent/migration/", "etc_agent/simulator/", "launcher/ctl/planning/"),
     "bell": ("etc_agent/migration/",),
     "parcel": ("etc_agent/migration/memory/",),
     "crew": ("etc_agent/worker/change/",),

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from launcher.plan_command import known_models, plan, read_model
+from launcher.ctl.planning.command import known_models, plan, read_model
 
 
 def run(*arguments: str):

@@ -10,7 +10,17 @@ from collections.abc import Callable, Sequence
 
 from etc_agent.rendezvous.etcd.errors import EtcdError, LeaseLostError
 from etc_agent.rendezvous.etcd.transport import Method, Tls, Transport
-from etc_agent.rendezvous.etcd.values import Compare, Event, KeyValue, Op, TxnResult, Value, as_bytes
+from etc_agent.rendezvous.etcd.values import (
+    Compare,
+    Event,
+    Get,
+    GetPrefix,
+    KeyValue,
+    Op,
+    TxnResult,
+    Value,
+    as_bytes,
+)
 from etc_agent.rendezvous.etcd.watch import HEARTBEAT_S, RANGE, SILENCE_S, Watch
 from etc_agent.rendezvous.etcd.wire import message, range_end
 
@@ -25,6 +35,9 @@ _LEASE_REVOKE = Method("/etcdserverpb.Lease/LeaseRevoke", "LeaseRevokeResponse")
 _LEASE_KEEP_ALIVE = Method("/etcdserverpb.Lease/LeaseKeepAlive", "LeaseKeepAliveResponse", is_streaming=True)
 _LEASE_TIME_TO_LIVE = Method("/etcdserverpb.Lease/LeaseTimeToLive", "LeaseTimeToLiveResponse")
 _MEMBER_LIST = Method("/etcdserverpb.Cluster/MemberList", "MemberListResponse")
+
+MOST_READS = 128
+"""Operations that etcd admits in one transaction, by default."""
 
 
 class EtcdClient:
@@ -77,6 +90,16 @@ class EtcdClient:
         key = prefix.encode()
         answer = self._transport.call(RANGE, message("RangeRequest", key=key, range_end=range_end(key)))
         return [KeyValue.from_wire(kv) for kv in answer.kvs], answer.header.revision
+
+    def read(self, ops: Sequence[Get | GetPrefix]) -> TxnResult:
+        """Several reads at one revision, at most `MOST_READS`: one tuple of keys for each, in order."""
+        request = message("TxnRequest", success=[op.to_wire() for op in ops])
+        return TxnResult.from_wire(self._transport.call(_TXN, request))
+
+    def keys_between(self, start: str, end: bytes, limit: int) -> list[str]:
+        """The first `limit` keys from `start` on and before `end`, in key order, without their values."""
+        request = message("RangeRequest", key=start.encode(), range_end=end, limit=limit, keys_only=True)
+        return [KeyValue.from_wire(kv).key for kv in self._transport.call(RANGE, request).kvs]
 
     def put(self, key: str, value: Value, lease: int = 0) -> int:
         """Write the key; returns the revision. After a lost answer the write is repeated.

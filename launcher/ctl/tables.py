@@ -1,11 +1,9 @@
-"""What etc-ctl and the demo print: a job's state and its history, as tables."""
+"""The tables that etc-ctl and the demo print."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -69,14 +67,14 @@ def stopped_training(record: History, step_ms: Mapping[int, float]) -> str:
     return f"{whole} ({phases})" if phases else whole
 
 
-def status_table(fields: Mapping[str, Any]) -> Table:
-    """Name and value, line by line."""
-    table = Table(show_header=False, box=None)
-    for name, value in fields.items():
-        table.add_row(f"[bold]{name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+def plain_table(*columns: str) -> Table:
+    """An empty table with these columns; numbers stand at the right where a column's name ends in ``>``."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
     return table
 
 
-def when(seconds: float) -> str:
-    """Local time of day and date of a time stamp; empty for 0, which stands for unknown."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
+def grid() -> Table:
+    """An empty table of names and values."""
+    return Table(show_header=False, box=None, pad_edge=False)

@@ -22,10 +22,10 @@ from etc_agent.planner.predict import Device, Training, rank_configs
 from etc_agent.simulator.summary import PlanSummary, summarise
 from etc_agent.state.model import ModelDescription
 from etc_agent.state.sharding import Sharding
-from launcher.plan_plot import draw
+from launcher.ctl.planning.plot import draw
 
 _GROUP = re.compile(r"([0-9]+)x([0-9]+)")
-MODELS = Path(__file__).resolve().parent / "models"
+MODELS = Path(__file__).resolve().parents[2] / "models"
 """The model descriptions that come with this package, one YAML file each."""
 _MAX_NODES_SHOWN = 24
 _MAX_SLOTS = 1 << 17
