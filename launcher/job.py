@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from etc_agent.agent.settings import ModelFacts, config_refusal
+from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from launcher.mistakes import mistake
@@ -204,6 +205,24 @@ class PreemptionSection(Section):
     grace_s: Seconds | None = None
 
 
+def _scheme_only(value: Any) -> Any:
+    """A scheme alone is short for the section."""
+    return value if isinstance(value, dict) else {"scheme": value}
+
+
+def _scheme(value: Any) -> Scheme:
+    if value == "parity":
+        raise ValueError("parity is not there yet; write peer, which survives the same losses with more memory")
+    if value not in list(Scheme):
+        raise ValueError(f"expected {' or '.join(Scheme)}; got {value!r}")
+    return Scheme(value)
+
+
+class RedundancySection(Section):
+    scheme: Annotated[Scheme, PlainValidator(_scheme)]
+    every: PositiveInt = Redundancy().every
+
+
 class Job(Section):
     """A whole job file. A None field is not given, so that the environment, or the default, decides."""
 
@@ -220,6 +239,7 @@ class Job(Section):
     preemption: Annotated[PreemptionSection, BeforeValidator(_command_only)] | None = None
     forward_signals: list[Text] = []
     spares: Literal["warm", "cold"] = "warm"
+    redundancy: Annotated[RedundancySection, BeforeValidator(_scheme_only)] = RedundancySection(scheme=Scheme.NONE)
     alike_failures: Annotated[int, Field(ge=0)] = 0
     failures: FailuresSection = FailuresSection()
     monitor_interval_s: Seconds | None = None

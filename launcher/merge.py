@@ -11,6 +11,7 @@ import uuid
 from typing import Any
 
 from etc_agent.agent.settings import Failures, JobSettings, Timeouts
+from etc_agent.control.redundancy import Redundancy
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.addresses import refuse_unknown
@@ -72,6 +73,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         alike_failures=job.alike_failures,
         failures=_failures(job),
         warm_spares=_warm_spares(given),
+        redundancy=Redundancy(**job.redundancy.model_dump()),
         preflight=preflight(given),
         preemption=preemption(given),
         forward_signals=forward_signals(given, config.signals_to_handle),

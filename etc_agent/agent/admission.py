@@ -84,6 +84,7 @@ def job_rules(settings: JobSettings) -> dict[str, Any]:
         "global_batch": settings.global_batch,
         "model": {"layers": model.layers, "heads": model.heads, "hidden": model.hidden},
         "max_restarts": settings.max_restarts,
+        "redundancy": str(settings.redundancy),
         "lease_s": settings.timeouts.lease_s,
     }
 

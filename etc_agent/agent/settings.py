@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etc_agent.control.redundancy import Redundancy
 from etc_agent.parallel.config import ParallelConfig
 
 
@@ -121,13 +122,13 @@ class JobSettings:
     `entrypoint`, `args`: as torchrun's `config_from_args` yields them; `entrypoint` is an executable, or a function
     under ``--run-path`` and `launcher.elastic_launch`. `launch_config` is torchrun's `LaunchConfig` of the same
     arguments (LogsSpecs, start method, NUMA binding, signals, log filters ...), typed Any because this module
-    imports no torch. `num_slots`: workers on this node. `standalone`: this node is the whole job and starts its
-    own etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
+    imports no torch. `num_slots`: workers on this node. `standalone`: this node is the whole job and starts its own
+    etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
     may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
     `node_rank`: only where the user gave one. `alike_failures`: this many equal failures before the first step end the
-    job; 0: never. `failures`: see `Failures`. `warm_spares`: whether idle slots get warm spares. `preflight`: a command
-    that must succeed before this node joins. `forward_signals`: signals that are forwarded to the workers. `env`: added
-    to every worker's environment.
+    job; 0: never. `failures`: see `Failures`. `warm_spares`: whether idle slots get warm spares. `redundancy`: of the
+    workers' state. `preflight`: a command that must succeed before this node joins. `forward_signals`: signals that are
+    forwarded to the workers. `env`: added to every worker's environment.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -150,6 +151,7 @@ class JobSettings:
     alike_failures: int = 0
     failures: Failures = field(default_factory=Failures)
     warm_spares: bool = True
+    redundancy: Redundancy = field(default_factory=Redundancy)
     preflight: UserCommand | None = None
     preemption: Preemption | None = None
     forward_signals: tuple[signal.Signals, ...] = ()

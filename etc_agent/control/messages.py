@@ -99,13 +99,15 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Sent now and then: the next step to run, and the number of steps."""
+    """Sent now and then: the next step to run, and the number of steps. `copied`: the step of the newest copy set that
+    is complete on this worker, -1 for none."""
 
     type: ClassVar[str] = "progress"
     generation: int
     step: int
     num_steps: int
     step_s: float
+    copied: int = -1
 
 
 @dataclass(frozen=True, slots=True)

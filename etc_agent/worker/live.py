@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from etc_agent.integrations.native import TrainState
 from etc_agent.worker.context import ParallelContext
+from etc_agent.worker.redundancy.copier import Copier
 from etc_agent.worker.vote import Vote
 from etc_agent.worker.world.swap import World
 
 
 @dataclass(slots=True, eq=False)
 class LiveGeneration:
-    """The generation that a worker trains in."""
+    """The generation that a worker trains in. `copies`: the group for copies of the state, None where none are made;
+    `copier`: what uses it, once the generation is in force."""
 
     id: int
     world: World
     vote: Vote | None
     state: TrainState
     parallel: ParallelContext
+    copies: dist.ProcessGroup | None = None
+    copier: Copier | None = None

@@ -196,6 +196,7 @@ def session(
         trace_dir=environment.trace_dir,
         migration=environment.migration or migration,
         budget_bytes=environment.budget_mb << 20 or budget_bytes or 0,
+        redundancy=environment.redundancy,
     )
     config = ParallelConfig.parse(parallel) if isinstance(parallel, str) else parallel
     config = config or environment.parallel or ParallelConfig(dp=environment.world_size)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from etc_agent.control.redundancy import Redundancy
 
 Record = Callable[[int, Sequence[int]], None]
 """(step, ids of the samples that this dp rank trained on in it), called once the step is applied."""
@@ -18,7 +20,7 @@ class Settings:
     an old generation is freed. `dump_dir`: where every worker dumps its shards before and after a migration, whose
     boxes are then also hashed on both ends; None for neither. `trace_dir`: where every worker writes a Chrome trace of
     each switch, or None. `migration`: ``auto``, ``keep`` or ``release`` (`etc_agent.migration.modes`). `budget_bytes`:
-    most bytes of a worker's state during a migration, 0 for what fits."""
+    most bytes of a worker's state during a migration, 0 for what fits. `redundancy`: of the workers' state."""
 
     device: torch.device
     global_batch: int
@@ -31,3 +33,4 @@ class Settings:
     trace_dir: str | None = None
     migration: str = "auto"
     budget_bytes: int = 0
+    redundancy: Redundancy = field(default_factory=Redundancy)

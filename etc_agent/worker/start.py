@@ -21,7 +21,7 @@ from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
 from etc_agent.worker.whole import build_whole
 from etc_agent.worker.world.build import build
-from etc_agent.worker.world.stores import connect_store
+from etc_agent.worker.world.stores import connect_store, copies_group
 from etc_agent.worker.world.swap import World, activate, deactivate
 
 
@@ -49,12 +49,15 @@ def start_fresh(
         settings.timeout_s,
     )
     # Under plain torchrun the size never changes between two steps, so no vote is needed.
-    vote = None
+    vote, copies = None, None
     if environment.socket is not None:
         vote = Vote(dist.PrefixStore("vote", store), environment.rank, config.num_ranks, settings.timeout_s)
+        copies = copies_group(store, environment.rank, config.num_ranks, settings.redundancy, settings.timeout_s)
     activate(world)
     try:
-        return _entered(environment, config, script, settings, world, vote)
+        live, step = _entered(environment, config, script, settings, world, vote)
+        live.copies = copies
+        return live, step
     except BaseException:
         # So that a script which catches the error can open another session.
         world.close()

@@ -1,4 +1,4 @@
-"""The one small collective of a step: an eight-byte MIN all-reduce over all ranks."""
+"""The one small collective of a step: a twelve-byte MIN all-reduce over all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from etc_agent.worker.world.stores import raw_group
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """One rank's vote, or the result over all ranks: `ok` on every rank, and the smallest `armed` generation."""
+    """One rank's vote, or the result over all ranks: `ok` on every rank, the smallest `armed` generation, and the
+    smallest that a rank says of copies (`redundancy.copier`)."""
 
     ok: bool
     armed: int
+    copies: int = 0
 
 
 class Vote:
@@ -35,9 +37,9 @@ class Vote:
 
 def minimum(group: dist.ProcessGroup, ballot: Ballot) -> Ballot:
     """MIN over all ranks' ballots, over a raw group."""
-    values = torch.tensor([ballot.ok, ballot.armed], dtype=torch.int32, device="cpu")
+    values = torch.tensor([ballot.ok, ballot.armed, ballot.copies], dtype=torch.int32, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
     group.allreduce([values], options).wait()
-    ok, armed = values.tolist()
-    return Ballot(bool(ok), armed)
+    ok, armed, copies = values.tolist()
+    return Ballot(bool(ok), armed, copies)

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from etc_agent.agent.settings import Timeouts
+from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
 from launcher.job import Job, JobFileError, TimeoutsSection, load_job
 from launcher.mistakes import named_fields, section_of
@@ -47,6 +48,13 @@ def test_a_full_job_file_is_read_into_typed_values(tmp_path: Path) -> None:
 def test_a_command_may_be_one_line(tmp_path: Path) -> None:
     job = load_job(written(tmp_path, "command: train.py --name 'two words'"))
     assert job.command == ["train.py", "--name", "two words"]
+
+
+def test_a_scheme_alone_is_short_for_redundancy(tmp_path: Path) -> None:
+    assert load_job(written(tmp_path, "redundancy: peer")).redundancy.model_dump() == {"scheme": "peer", "every": 10}
+    given = load_job(written(tmp_path, "redundancy: {scheme: peer, every: 3}")).redundancy
+    assert Redundancy.parse(str(Redundancy(**given.model_dump()))) == Redundancy(Scheme.PEER, 3)
+    assert load_job(written(tmp_path, "nodes: 2")).redundancy.scheme is Scheme.NONE
 
 
 def test_one_number_of_nodes_is_both_bounds(tmp_path: Path) -> None:
@@ -86,6 +94,10 @@ def test_one_number_of_nodes_is_both_bounds(tmp_path: Path) -> None:
         ("rendezvous: {password: secret}", "rendezvous.password: unknown field; did you mean password_file?"),
         ("rendezvous: {tls: {cert_file: a}}", "rendezvous.tls: cert_file and key_file go together"),
         ("logs: {redirects: [3]}", "logs.redirects: expected 0 to 3"),
+        ("redundancy: twice", "redundancy.scheme: expected none or peer; got 'twice'"),
+        ("redundancy: parity", "redundancy.scheme: parity is not there yet; write peer"),
+        ("redundancy: {scheme: peer, every: 0}", "redundancy.every: expected at least 1, got 0"),
+        ("redundancy: {every: 5}", "redundancy.scheme: "),
         ("global_batch: 3\nglobal_batch: 4", "line 2, column 1: global_batch is given twice"),
         ("a: [", "line 1, column"),
         ("? [a, b]\n: c", "line 1, column"),

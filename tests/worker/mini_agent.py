@@ -94,8 +94,9 @@ class MiniAgent:
     def __init__(
         self, directory: Path, *, num_steps: int = 1_000_000, pause_s: float = 0.005, verify: bool = True,
         fault: dict[str, Any] | None = None, timeout_s: float = 60.0,
-        job: str = "tiny_job",
+        job: str = "tiny_job", environment: dict[str, str] | None = None,
     ) -> None:
+        self._environment = environment or {}
         self._job = job
         self.directory = directory
         self.dump_dir = directory / "verify"
@@ -282,7 +283,7 @@ class MiniAgent:
         environment = {
             **generation_variables(generation, slot), "LOCAL_RANK": str(slot.index), "OMP_NUM_THREADS": "1",
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test",
-            SOCKET_VARIABLE: self._path, JOINING_VARIABLE: "1" if joining else "0",
+            SOCKET_VARIABLE: self._path, JOINING_VARIABLE: "1" if joining else "0", **self._environment,
         }
         if self._verify:
             environment["ETC_VERIFY"] = str(self.dump_dir)

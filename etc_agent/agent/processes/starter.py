@@ -17,6 +17,7 @@ from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.settings import JobSettings
 from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE
+from etc_agent.control.redundancy import REDUNDANCY_VARIABLE
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.records import NodeRecord
@@ -40,7 +41,8 @@ class Starter:
         self._settings, self._node, self._logs, self._events = settings, record.name, logs, events
         self._control_socket = control_socket
         chosen = {**gloo_variables(record.address), **settings.env}
-        self._environment = {**chosen, **search_path({**os.environ, **chosen})}
+        redundancy = {REDUNDANCY_VARIABLE: str(settings.redundancy)}
+        self._environment = {**chosen, **search_path({**os.environ, **chosen}), **redundancy}
         self._spare_program = spare_program(settings)
         self.spares = Spares(self._start_spare, guardian)
 

@@ -25,6 +25,7 @@ from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.process.position import Whereabouts, dump_stacks_on_signal
 from etc_agent.worker.process.signals import LeftToAgent
+from etc_agent.worker.redundancy.copier import BUSY, Copier
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.start import start_fresh
 from etc_agent.worker.vote import Ballot
@@ -66,6 +67,7 @@ class Elastic:
         self._signals: LeftToAgent | None = None
         self.live: LiveGeneration | None = None
         self._pending = 0
+        self._copies_agreed = BUSY
         self._is_held = False
         self._entered: tuple[Switch, Retired] | None = None
         self._last_progress = float("-inf")
@@ -92,6 +94,7 @@ class Elastic:
         environment = self._environment
         try:
             self.live, self._course.step = start_fresh(environment, self._config, self._script, self._settings)
+            self._begin_copies(self.live, environment.node)
         except ConfigRefusedError as error:
             self._refuse(error)
             raise
@@ -114,6 +117,8 @@ class Elastic:
         self._conversation.close()
         live, self.live = self.live, None
         if live is not None:
+            if live.copier is not None:
+                live.copier.close()
             leave(live, error)
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -135,7 +140,9 @@ class Elastic:
         assert live is not None
         assert live.vote is not None
         self._at(Position.VOTE)
-        result = live.vote.cast(Ballot(ok, self._conversation.armed()))
+        copies = live.copier.ballot if live.copier is not None else BUSY
+        result = live.vote.cast(Ballot(ok, self._conversation.armed(), copies))
+        self._copies_agreed = result.copies
         if result.armed:
             self._pending = result.armed
         else:
@@ -159,6 +166,17 @@ class Elastic:
             reshard(self.live.state)
             self._switch_to(self._conversation.take(generation))
         self._conversation.at_safe_point(self.live.state)
+        # Not before the first step after a switch: that step is part of the measured stop.
+        if self.live.copier is not None and self._entered is None:
+            self.live.copier.at_safe_point(self.live.state, self._course.step, self._copies_agreed)
+            self._copies_agreed = BUSY
+
+    def _begin_copies(self, live: LiveGeneration, node: int) -> None:
+        """`node`: the number of this worker's node in the generation."""
+        settings = self._settings
+        if live.copies is not None:
+            at = live.parallel.coordinate
+            live.copier = Copier(live.copies, node, settings.redundancy.every, settings.device, at)
 
     def _hold(self) -> None:
         """Too few nodes are left to train: stay here, and vote now and then for what may come instead of a step."""
@@ -184,11 +202,12 @@ class Elastic:
         self._retirements.announce()
         retired = Retired(self.live, prepared, outcome.last_sends)
         self.live, self._course.step = prepared.next, outcome.step
-        self._is_held = prepared.generation.is_held
+        self._is_held, self._copies_agreed = prepared.generation.is_held, BUSY
         # Last: after this message the agent may ask for the next change.
         self._send_switched(prepared, outcome)
         if self.live is None:
             raise SystemExit(0)
+        self._begin_copies(self.live, prepared.generation.nodes.index(prepared.slot.node))
         self._entered = outcome, retired
         self._at(Position.BETWEEN)
 
@@ -220,13 +239,19 @@ class Elastic:
     def _at(self, phase: str) -> None:
         self._whereabouts.enter(self._in_force(), self._course.step, phase)
 
+    def _copied(self) -> int:
+        """The step of the newest copy set that is complete here, -1 for none."""
+        copier = self.live.copier if self.live is not None else None
+        copies = copier.newest if copier is not None else None
+        return copies.step if copies is not None else -1
+
     def _send_progress(self) -> None:
         course = self._course
         if course.ended - self._last_progress < _PROGRESS_INTERVAL_S:
             return
         self._last_progress = course.ended
         self._conversation.send(
-            Progress(self._in_force(), course.step, course.num_steps, course.ended - course.began)
+            Progress(self._in_force(), course.step, course.num_steps, course.ended - course.began, self._copied())
         )
 
     def _send_switched(self, prepared: PreparedGeneration, outcome: Switch) -> None:

@@ -14,18 +14,19 @@ from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
 from etc_agent.worker.world.build import build
 from etc_agent.worker.world.connections import Connections, StoreConnection
-from etc_agent.worker.world.stores import connect_store, meet, raw_group
+from etc_agent.worker.world.stores import connect_store, copies_group, meet, raw_group
 from etc_agent.worker.world.swap import World
 
 
 @dataclass(slots=True, eq=False)
 class Groups:
     """`all_workers`: of both generations; the rank is the worker's number in the crew. `world`, `vote`: of the next
-    generation, None on a worker that leaves."""
+    generation, None on a worker that leaves; `copies`: the same, None also where no copies of the state are made."""
 
     all_workers: dist.ProcessGroup
     world: World | None
     vote: Vote | None
+    copies: dist.ProcessGroup | None = None
 
     def close(self) -> None:
         if self.world is not None:
@@ -64,6 +65,7 @@ class GroupMaker:
             if self._crew.new_rank is not None:
                 groups.world = self._world(dist.PrefixStore("world", store), self._crew.new_rank)
                 groups.vote = self._vote(dist.PrefixStore("vote", store), self._crew.new_rank)
+                groups.copies = self._copies(store, self._crew.new_rank)
             self._exchange_ports(store)
         except BaseException:
             groups.close()
@@ -96,6 +98,13 @@ class GroupMaker:
     def _vote(self, store: dist.Store, rank: int) -> Vote:
         size, timeout_s = self._generation.config.num_ranks, self._settings.timeout_s
         return self._connections.record(lambda: Vote(store, rank, size, timeout_s), lambda _: 1)
+
+    def _copies(self, store: dist.Store, rank: int) -> dist.ProcessGroup | None:
+        size, settings = self._generation.config.num_ranks, self._settings
+        return self._connections.record(
+            lambda: copies_group(store, rank, size, settings.redundancy, settings.timeout_s),
+            lambda group: int(group is not None),
+        )
 
     def _exchange_ports(self, store: dist.Store) -> None:
         """Exchange the addresses on which groups listen, so that each worker can cut its connections to the others."""

@@ -236,4 +236,4 @@ def _following(task: Task, groups: Groups, state: TrainState | None) -> LiveGene
     context = ParallelContext(
         generation.config, groups.world.mesh, rank, settings.device, generation.id, settings.global_batch
     )
-    return LiveGeneration(generation.id, groups.world, groups.vote, state, context)
+    return LiveGeneration(generation.id, groups.world, groups.vote, state, context, groups.copies)

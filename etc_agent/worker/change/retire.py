@@ -83,6 +83,8 @@ def _free(retired: Retired) -> None:
             _log.info("a worker left before it was told to: %s", one_line(error))
     retired.last_sends.clear()
     if retired.old is not None:
+        if retired.old.copier is not None:
+            retired.old.copier.close()
         retired.old.world.close()
         retired.old = None
     if retired.is_entered:

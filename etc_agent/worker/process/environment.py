@@ -9,6 +9,7 @@ from typing import Self
 
 from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
 from etc_agent.control.environment import PARALLEL_VARIABLE
+from etc_agent.control.redundancy import REDUNDANCY_VARIABLE, Redundancy
 from etc_agent.errors import EtcError
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
@@ -28,7 +29,7 @@ class WorkerEnvironment:
     of the generation's TCPStore, "" where nothing was said (one process by hand). `dump_dir`: where to write this
     worker's shards around every migration, or None. `trace_dir`: where to write a trace of every switch, or None.
     `migration`, `budget_mb`: what an administrator says of the mode of migrations in place of the script; None and 0
-    where nothing is said.
+    where nothing is said. `redundancy`: as the job file says.
     """
 
     rank: int
@@ -39,12 +40,14 @@ class WorkerEnvironment:
     store: str
     socket: str | None
     generation: int
+    node: int
     parallel: ParallelConfig | None
     is_joining: bool
     dump_dir: str | None
     trace_dir: str | None
     migration: str | None
     budget_mb: int
+    redundancy: Redundancy
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -63,6 +66,11 @@ class WorkerEnvironment:
             config = ParallelConfig.parse(parallel) if parallel else None
         except ValueError as error:
             raise EtcError(f"{PARALLEL_VARIABLE}: {error}") from None
+        redundancy = environ.get(REDUNDANCY_VARIABLE)
+        try:
+            copies = Redundancy.parse(redundancy) if redundancy else Redundancy()
+        except ValueError as error:
+            raise EtcError(f"{REDUNDANCY_VARIABLE}: {error}") from None
         return cls(
             rank=_integer(environ, "RANK", 0),
             local_rank=_integer(environ, "LOCAL_RANK", 0),
@@ -72,12 +80,14 @@ class WorkerEnvironment:
             store=f"{address}:{port}" if address and port else "",
             socket=socket,
             generation=_integer(environ, GENERATION_VARIABLE, 1),
+            node=_integer(environ, "GROUP_RANK", 0),
             parallel=config,
             is_joining=environ.get(JOINING_VARIABLE, "") == "1",
             dump_dir=environ.get(VERIFY_VARIABLE) or None,
             trace_dir=environ.get(TRACE_VARIABLE) or None,
             migration=migration,
             budget_mb=_integer(environ, BUDGET_VARIABLE, 0),
+            redundancy=copies,
         )
 
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import torch.distributed as dist
 
+from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.errors import PeerLostError
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
@@ -23,6 +24,15 @@ def raw_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist
     It is a c10d backend: it has the collectives, send and recv of a process group, but no name and no place in a world.
     """
     return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s)))
+
+
+def copies_group(
+    store: dist.Store, rank: int, size: int, redundancy: Redundancy, timeout_s: float
+) -> dist.ProcessGroup | None:
+    """The group for copies of a generation's state, None where none are to be made. Collective over its ranks."""
+    if redundancy.scheme is Scheme.NONE or size == 1:
+        return None
+    return raw_group(dist.PrefixStore("copies", store), rank, size, timeout_s)
 
 
 def connect_store(address: str, timeout_s: float) -> dist.TCPStore:

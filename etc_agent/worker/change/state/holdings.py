@@ -46,11 +46,7 @@ class Holdings:
             EtcError: the state contains something that cannot be moved; the message names it.
         """
         reshard(state)
-        alike: dict[tuple[Any, ...], Shard] = {}
-        tensors = {}
-        for name, tensor in all_tensors(state).items():
-            shard = _shard_of(name, tensor, alike)
-            tensors[shard] = local_tensor(tensor)
+        tensors = local_shards(all_tensors(state))
         return cls(tensors, Amendments.of(state), changed_plain_numbers(state), has_parameter_values(state))
 
     def check_same_shards(self, now: Holdings) -> None:
@@ -76,6 +72,12 @@ def reshard(state: TrainState) -> None:
     for module in state.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def local_shards(tensors: Mapping[str, torch.Tensor]) -> dict[Shard, torch.Tensor]:
+    """This worker's shard of each named tensor -> the local plain tensor, as in `Holdings`."""
+    alike: dict[tuple[Any, ...], Shard] = {}
+    return {_shard_of(name, tensor, alike): local_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _shard_of(name: str, tensor: torch.Tensor, alike: dict[tuple[Any, ...], Shard]) -> Shard:

@@ -8,13 +8,17 @@ rank). Streams are never shared between coordinates.
 from __future__ import annotations
 
 import hashlib
+from typing import Final
 
 import torch
 
 from etc_agent.integrations.native import rng_state
-from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.config import Coordinate, ParallelConfig
 from etc_agent.state.boxes import whole
 from etc_agent.state.layout import LogicalTensor, Shard
+
+STREAM_PREFIX: Final = "rng."
+"""Of the names of streams as logical tensors."""
 
 
 def derived_seed(seed: int, generation: int, rank: int) -> int:
@@ -36,6 +40,10 @@ def carried_stream(rank: int, config: ParallelConfig, other: ParallelConfig, dev
     at = config.coordinate(rank)
     if at.pp >= other.pp or at.dp >= other.dp or at.tp >= other.tp:
         return None
-    num_bytes = rng_state(device).numel()
-    name = f"rng.pp{at.pp}.dp{at.dp}.tp{at.tp}"
-    return Shard(LogicalTensor(name, (num_bytes,), "uint8", 1), whole((num_bytes,)))
+    return stream_of(at, rng_state(device))
+
+
+def stream_of(at: Coordinate, state: torch.Tensor) -> Shard:
+    """The stream of the coordinate `at` as a shard; `state`: of any stream on such a device."""
+    return Shard(LogicalTensor(f"{STREAM_PREFIX}pp{at.pp}.dp{at.dp}.tp{at.tp}", (len(state),), "uint8", 1),
+                 whole((len(state),)))

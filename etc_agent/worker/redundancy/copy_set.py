@@ -1,0 +1,139 @@
+"""One worker's share of a copy set: its own state at the set's step, and what it keeps of others' at that step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from etc_agent.errors import EtcError
+from etc_agent.integrations.host_state import load_extra
+from etc_agent.integrations.json_values import decode
+from etc_agent.integrations.native import host_state, load_host_state, rng_state, set_rng_state
+from etc_agent.integrations.parameter_values import load_parameter_values
+from etc_agent.integrations.tensors import named_tensors
+from etc_agent.integrations.train_state import TrainState
+from etc_agent.migration.memory.bits import as_bits, copy_bits, finish_copies
+from etc_agent.parallel.config import Coordinate
+from etc_agent.state.layout import Manifest, Shard
+from etc_agent.worker.change.state.holdings import local_shards, reshard
+from etc_agent.worker.change.state.rng import stream_of
+from etc_agent.worker.change.state.user_state import own_state, rules_of
+from etc_agent.worker.redundancy.layout import OwnLayout, Places, host_buffer
+
+_MOST_NAMES = 5
+
+
+class ChangedError(EtcError):
+    """The worker holds other shards than when the layout of its copy was made."""
+
+
+def held_now(state: TrainState, device: torch.device, at: Coordinate) -> dict[Shard, torch.Tensor]:
+    """Everything that a copy contains: each tensor of the state once, and the random stream of the coordinate `at`.
+    Call it on the main thread, at a safe point."""
+    reshard(state)
+    held = local_shards(named_tensors(state))
+    stream = rng_state(device)
+    held[stream_of(at, stream)] = stream
+    return held
+
+
+@dataclass(slots=True, eq=False)
+class CopySet:
+    """`number`: copy sets of a generation count from 1. `step`: the next step to run in this state.
+
+    `own`: this worker's state in `layout`. `kept`: owner -> its parts, in `kept_layouts`. `shared`: the host state
+    that is equal on every rank; `own_values`: what this rank has of its own (`own_state`); `kept_values`: the same of
+    the owners. All three as JSON.
+    """
+
+    layout: OwnLayout
+    kept_layouts: Mapping[int, Places]
+    own: torch.Tensor
+    kept: Mapping[int, torch.Tensor]
+    number: int = 0
+    step: int = 0
+    shared: str = ""
+    own_values: str = ""
+    kept_values: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def allocate(cls, layout: OwnLayout, kept_layouts: Mapping[int, Places], device: torch.device) -> CopySet:
+        kept = {owner: host_buffer(places.num_bytes, device) for owner, places in kept_layouts.items()}
+        return cls(layout, kept_layouts, host_buffer(layout.num_bytes, device), kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.own.numel() + sum(buffer.numel() for buffer in self.kept.values())
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """What the keeper of this worker gets."""
+        return self.own[: self.layout.sent.num_bytes]
+
+    def take(self, state: TrainState, device: torch.device, at: Coordinate, number: int, step: int) -> None:
+        """Copy the state as it is now. On a GPU the copies are queued on the current stream, and complete later.
+
+        Raises:
+            ChangedError: the worker holds other shards than the layout has.
+            EtcError: a value of the script cannot be written as JSON.
+        """
+        held = held_now(state, device, at)
+        check_same(self.layout.manifest, tuple(held))
+        sources, targets = [], []
+        by_name = {shard.tensor.name: shard for shard in held}
+        for place in (*self.layout.sent.places, *self.layout.rest.places):
+            shard = by_name[place.part.tensor.name]
+            bits = as_bits(held[shard])
+            sources.append(bits if place.part == shard else bits[place.part.box.within(shard.box)])
+            targets.append(place.bits(self.own))
+        copy_bits(targets, sources)
+        self.number, self.step = number, step
+        self.shared, self.own_values = json.dumps(host_state(state)), json.dumps(own_state(state))
+        self.kept_values.clear()
+
+    def restore(self, state: TrainState, device: torch.device, at: Coordinate) -> None:
+        """Put this worker's state back to that of `step`: tensors in place, host state, random stream; gradients are
+        dropped.
+
+        Raises:
+            ChangedError: the worker holds other shards than it did then.
+            EtcError: the script's objects do not take their values back.
+        """
+        held = held_now(state, device, at)
+        check_same(self.layout.manifest, tuple(held))
+        places = self.layout.shards()
+        copy_bits([as_bits(tensor) for tensor in held.values()], [places[shard].bits(self.own) for shard in held])
+        finish_copies(device)
+        if state.optimizer is not None:
+            state.optimizer.zero_grad(set_to_none=True)
+        load_host_state(state, json.loads(self.shared))
+        _load_own(state, json.loads(self.own_values))
+        # Last: the script's objects may draw from the stream while they load.
+        set_rng_state(device, places[stream_of(at, rng_state(device))].tensor(self.own).clone())
+
+    def kept_parts(self, owner: int) -> dict[Shard, torch.Tensor]:
+        """The parts of `owner` that are kept here, as views of host memory."""
+        return {place.part: place.tensor(self.kept[owner]) for place in self.kept_layouts[owner].places}
+
+
+def check_same(then: Manifest, now: Manifest) -> None:
+    """Raise ChangedError unless both are the same shards."""
+    changed = set(then) ^ set(now)
+    if changed:
+        names = sorted({shard.tensor.name for shard in changed})
+        others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        raise ChangedError(
+            f"{', '.join(names[:_MOST_NAMES])}{others}: added, removed, or of another shape, dtype or sharding since"
+        )
+
+
+def _load_own(state: TrainState, own: dict[str, Any]) -> None:
+    """Give the state what this rank itself has said (`own_state`)."""
+    load_parameter_values(state, [own["parameters"]])
+    for name, rule in rules_of(state).items():
+        if rule != "replicated":
+            load_extra(name, state.extras[name], decode(own["extras"][name]))
