@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from etc_agent.control.checkpoint_settings import Checkpoint as Checkpoint
     from etc_agent.errors import EtcError as EtcError
     from etc_agent.integrations.train_state import TrainState as TrainState
     from etc_agent.migration.library import migrate as migrate
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "Checkpoint": "etc_agent.control.checkpoint_settings",
     "EtcError": "etc_agent.errors",
     "ParallelConfig": "etc_agent.parallel.config",
     "ParallelContext": "etc_agent.worker.context",

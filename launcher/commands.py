@@ -1,5 +1,5 @@
 """The user's own commands and signals around a job: the preflight check, the preemption probe, and forwarded
-signals."""
+signals; and its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 
 from etc_agent.agent.safety.signals import Signals, parse_signals
 from etc_agent.agent.settings import Preemption, UserCommand
+from etc_agent.control.checkpoint_settings import Checkpoint
 from etc_agent.errors import EtcError
 from launcher.given import Given
 from launcher.job import PreemptionSection, PreflightSection
@@ -28,6 +29,21 @@ def preemption(given: Given) -> Preemption | None:
     if section is None:
         return None
     return Preemption(UserCommand(tuple(section.command), section.timeout_s), section.every_s, section.grace_s)
+
+
+def checkpoint(given: Given) -> Checkpoint | None:
+    """Where and when the job writes checkpoints, if it does.
+
+    Raises:
+        EtcError: a variable of the environment is not of its form.
+    """
+    section = given.job.checkpoint
+    if (said := Checkpoint.read()) is not None or section is None:
+        return said
+    return Checkpoint(
+        str(section.folder), section.every_steps or 0, section.every_s, section.keep,
+        section.stop_s if section.on_stop else 0.0,
+    )
 
 
 def forward_signals(given: Given, to_handle: str) -> Signals:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from etc_agent.agent.settings import ModelFacts, config_refusal
+from etc_agent.control.checkpoint_settings import DEFAULT_KEEP
 from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
@@ -223,6 +224,22 @@ class RedundancySection(Section):
     every: PositiveInt = Redundancy().every
 
 
+def _folder_only(value: Any) -> Any:
+    """A folder alone is short for the section."""
+    return {"folder": value} if isinstance(value, str) else value
+
+
+class CheckpointSection(Section):
+    """See `etc_agent.control.checkpoint_settings.Checkpoint`; `stop_s` is its `on_stop_s`, where `on_stop` is true."""
+
+    folder: RelativePath
+    every_steps: PositiveInt | None = None
+    every_s: Seconds | None = None
+    keep: PositiveInt = DEFAULT_KEEP
+    on_stop: bool = False
+    stop_s: Seconds = 120.0
+
+
 class Job(Section):
     """A whole job file. A None field is not given, so that the environment, or the default, decides."""
 
@@ -237,6 +254,7 @@ class Job(Section):
     max_restarts: Annotated[int, Field(ge=0)] | None = None
     preflight: Annotated[PreflightSection, BeforeValidator(_command_only)] | None = None
     preemption: Annotated[PreemptionSection, BeforeValidator(_command_only)] | None = None
+    checkpoint: Annotated[CheckpointSection, BeforeValidator(_folder_only)] | None = None
     forward_signals: list[Text] = []
     spares: Literal["warm", "cold"] = "warm"
     redundancy: Annotated[RedundancySection, BeforeValidator(_scheme_only)] = RedundancySection(scheme=Scheme.NONE)

@@ -16,7 +16,7 @@ from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.addresses import refuse_unknown
 from etc_agent.rendezvous.keys import JobKeys
-from launcher.commands import forward_signals, preemption, preflight
+from launcher.commands import checkpoint, forward_signals, preemption, preflight
 from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
 from launcher.job import Job
@@ -44,6 +44,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
     # torchrun's own code reads the arguments; what it would only warn about is told to the agent instead.
     args.rdzv_backend, args.rdzv_id, args.node_rank = ELASTIC_BACKEND, run_id, 0
     args.rdzv_endpoint = ",".join(etcd.endpoints) or "localhost:0"
+    saved = checkpoint(given)
     timeouts, parallel, allowed = _timeouts(given), _parallel(given), _allowed(given)
     if args.local_addr:
         refuse_unknown(args.local_addr, given.source("local_addr", "local_addr"))
@@ -79,7 +80,8 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         forward_signals=forward_signals(given, config.signals_to_handle),
         monitor_interval_s=config.monitor_interval,
         timeouts=timeouts,
-        env=dict(job.env),
+        checkpoint=saved,
+        env={**(saved.variables() if saved else {}), **job.env},
     )
     try:
         _check_configs(given, settings)

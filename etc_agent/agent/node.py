@@ -301,11 +301,19 @@ class NodeAgent:
                         process = self._starter.start(index, generation, records.current.restarts, joining=joining)
                         self._workers.add(index, generation.id, process)
                 case member.Stop(index):
-                    self._workers.stop(index, grace_s)
+                    self._workers.stop(index, grace_s, after_s=self._last_checkpoint_s(index, records))
                 case member.Expect(index):
                     self._workers.stop(index, grace_s, after_s=_LEAVER_GRACE_S)
                 case member.Tell(index, generation_id, message):
                     self._workers.tell(index, generation_id, message)
+
+    def _last_checkpoint_s(self, index: int, records: JobRecords) -> float:
+        """The seconds that the worker in slot `index` may take to write a last checkpoint and end, which it is told
+        here; 0 where the job asks for none."""
+        checkpoint = self._settings.checkpoint
+        if checkpoint is None or not checkpoint.on_stop_s or records.current.outcome is not Outcome.STOPPED:
+            return 0.0
+        return checkpoint.on_stop_s if self._workers.finish(index) else 0.0
 
     def _idle_slots(self, records: JobRecords) -> frozenset[int]:
         """The slots that should have a warm spare: those without a worker, once the workers have started. A spare in a

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etc_agent.control.checkpoint_settings import Checkpoint
 from etc_agent.control.redundancy import Redundancy
 from etc_agent.parallel.config import ParallelConfig
 
@@ -127,8 +128,9 @@ class JobSettings:
     may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
     `node_rank`: only where the user gave one. `alike_failures`: this many equal failures before the first step end the
     job; 0: never. `failures`: see `Failures`. `warm_spares`: whether idle slots get warm spares. `redundancy`: of the
-    workers' state. `preflight`: a command that must succeed before this node joins. `forward_signals`: signals that are
-    forwarded to the workers. `env`: added to every worker's environment.
+    workers' state. `checkpoint`: what sessions write in case that all workers have to start afresh. `preflight`: a
+    command that must succeed before this node joins. `forward_signals`: signals that are forwarded to the workers.
+    `env`: added to every worker's environment.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -157,6 +159,7 @@ class JobSettings:
     forward_signals: tuple[signal.Signals, ...] = ()
     monitor_interval_s: float = 0.1
     timeouts: Timeouts = field(default_factory=Timeouts)
+    checkpoint: Checkpoint | None = None
     env: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, config: ParallelConfig) -> str | None:

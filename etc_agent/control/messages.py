@@ -278,17 +278,24 @@ class Agreed:
     ok: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The job stops: write a checkpoint at the next safe point that all workers agree on, then exit with code 0."""
+
+    type: ClassVar[str] = "finish"
+
+
 Message = (
     Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Heartbeat | Plain | Position | Raised
     | Signalled | Frozen | PeerLost
-    | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed | Freeze | Agreed
+    | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed | Freeze | Agreed | Finish
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
         Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Heartbeat, Plain, Position, Raised,
         Signalled, Frozen, PeerLost,
-        Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed, Freeze, Agreed,
+        Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed, Freeze, Agreed, Finish,
     )
 }
 

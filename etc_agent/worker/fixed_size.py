@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.checkpoints.saver import Bid, Saver
 from etc_agent.worker.course import Course
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.start import start_fresh
+from etc_agent.worker.vote import Ballot
 from etc_agent.worker.world.swap import deactivate, install
 
 
@@ -25,19 +27,33 @@ class FixedSize:
         self._script = script
         self._settings = settings
         self._course = course
+        self._saver = Saver.of(settings, course)
         self.live: LiveGeneration | None = None
 
     def open(self) -> None:
         install()
         self.live, self._course.step = start_fresh(self._environment, self._config, self._script, self._settings)
+        if self._saver is not None:
+            self._saver.begin()
 
     def close(self, error: BaseException | None) -> None:
+        if self._saver is not None:
+            self._saver.close(error)
         live, self.live = self.live, None
         if live is not None:
             leave(live, error)
 
     def safe_point(self) -> None:
-        """Between two steps: nothing to do."""
+        """Between two steps: write a checkpoint if one is due."""
+        live, saver = self.live, self._saver
+        if saver is None:
+            return
+        assert live is not None
+        assert live.vote is not None
+        if saver.needs_vote(self._course.step):
+            ballot = Ballot(ok=True, armed=0, checkpoint=saver.bid(self._course.step))
+            saver.agree(Bid(live.vote.cast(ballot).checkpoint))
+        saver.at_safe_point(live)
 
     def begin_step(self) -> None:
         self._course.begin_step()

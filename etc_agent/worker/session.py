@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from etc_agent.control.checkpoint_settings import Checkpoint
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState
 from etc_agent.migration.modes import MODES
@@ -146,6 +147,7 @@ def session(
     abort_timeout_s: float = 60.0,
     migration: Literal["auto", "keep", "release"] = "auto",
     budget_bytes: int | None = None,
+    checkpoint: Checkpoint | str | None = None,
 ) -> Session:
     """An elastic training session, to be used as a context manager::
 
@@ -175,6 +177,9 @@ def session(
             only where both do not fit in memory. The variable ETC_MIGRATION takes precedence.
         budget_bytes: the most bytes that a worker's state may use during a change; by default what is free on its
             device. The variable ETC_MIGRATION_BUDGET_MB takes precedence.
+        checkpoint: a folder that all nodes share, or an `etc_agent.Checkpoint`, which says how often too. Checkpoints
+            of the state are written there beside training, and when all workers start afresh, the newest complete one
+            takes the place of `TrainState.init`. The job file's `checkpoint` takes precedence.
 
     Raises:
         EtcError, ValueError: an argument is not possible; the message says why in one line.
@@ -197,10 +202,15 @@ def session(
         migration=environment.migration or migration,
         budget_bytes=environment.budget_mb << 20 or budget_bytes or 0,
         redundancy=environment.redundancy,
+        checkpoint=environment.checkpoint or _checkpoint(checkpoint),
     )
     config = ParallelConfig.parse(parallel) if isinstance(parallel, str) else parallel
     config = config or environment.parallel or ParallelConfig(dp=environment.world_size)
     return Session(build, config, environment, settings)
+
+
+def _checkpoint(given: Checkpoint | str | None) -> Checkpoint | None:
+    return Checkpoint(given) if isinstance(given, str) else given
 
 
 def _device(given: torch.device | str | None, local_rank: int) -> torch.device:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from etc_agent.control.checkpoint_settings import Checkpoint
 from etc_agent.control.redundancy import Redundancy
 
 Record = Callable[[int, Sequence[int]], None]
@@ -20,7 +21,8 @@ class Settings:
     an old generation is freed. `dump_dir`: where every worker dumps its shards before and after a migration, whose
     boxes are then also hashed on both ends; None for neither. `trace_dir`: where every worker writes a Chrome trace of
     each switch, or None. `migration`: ``auto``, ``keep`` or ``release`` (`etc_agent.migration.modes`). `budget_bytes`:
-    most bytes of a worker's state during a migration, 0 for what fits. `redundancy`: of the workers' state."""
+    most bytes of a worker's state during a migration, 0 for what fits. `redundancy`: of the workers' state.
+    `checkpoint`: where and when checkpoints are written, and loaded from when all workers start afresh, if at all."""
 
     device: torch.device
     global_batch: int
@@ -34,3 +36,4 @@ class Settings:
     migration: str = "auto"
     budget_bytes: int = 0
     redundancy: Redundancy = field(default_factory=Redundancy)
+    checkpoint: Checkpoint | None = None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from etc_agent.errors import ConfigRefusedError, EtcError
-from etc_agent.integrations.native import TrainState, start_values, takes_module_values
+from etc_agent.integrations.native import TrainState, set_rng_state, start_values, takes_module_values
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.state.rng import start_stream
+from etc_agent.worker.checkpoints.loading import load_newest
 from etc_agent.worker.context import ParallelContext, check_global_batch
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, build_on_meta
@@ -48,10 +51,11 @@ def start_fresh(
         dist.PrefixStore("world", store), environment.rank, config, environment.generation, settings.device,
         settings.timeout_s,
     )
-    # Under plain torchrun the size never changes between two steps, so no vote is needed.
+    # Under plain torchrun the size never changes between two steps, so only checkpoints need a vote.
     vote, copies = None, None
-    if environment.socket is not None:
+    if environment.socket is not None or settings.checkpoint is not None:
         vote = Vote(dist.PrefixStore("vote", store), environment.rank, config.num_ranks, settings.timeout_s)
+    if environment.socket is not None:
         copies = copies_group(store, environment.rank, config.num_ranks, settings.redundancy, settings.timeout_s)
     activate(world)
     try:
@@ -74,19 +78,34 @@ def _entered(
     vote: Vote | None,
 ) -> tuple[LiveGeneration, int]:
     """The generation with its state, in its active `world`, and its first step."""
-    state = _built(script, world, environment.generation, settings)
-    whole = None
+    context = ParallelContext(
+        config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch
+    )
+
+    def build_state() -> TrainState:
+        return _built(script, world, environment.generation, settings)
+
+    loaded = None
+    if settings.checkpoint is not None:
+        loaded = load_newest(build_state, Path(settings.checkpoint.folder), settings, context, world)
+    state, step = (loaded.state, loaded.step) if loaded else _first_values(build_state, environment, script, settings)
+    start_stream(settings.seed, environment.generation, environment.rank)
+    if loaded is not None and loaded.stream is not None:
+        set_rng_state(settings.device, loaded.stream)
+    return LiveGeneration(environment.generation, world, vote, state, context), step
+
+
+def _first_values(
+    build_state: Callable[[], TrainState], environment: WorkerEnvironment, script: Build, settings: Settings
+) -> tuple[TrainState, int]:
+    """A state with the values that `TrainState.init` says, and the first step."""
+    state, whole = build_state(), None
     if takes_module_values(state):
         num_sharing = environment.local_world_size if settings.device.type == "cpu" else 1
         whole = build_whole(script, settings, environment.generation, num_sharing)
     # Equal on every rank, so that an init which draws from torch's generators gives all replicas the same values.
     torch.manual_seed(settings.seed)
-    step = _agreed(start_values(state, settings.device, whole), settings.device)
-    start_stream(settings.seed, environment.generation, environment.rank)
-    context = ParallelContext(
-        config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch
-    )
-    return LiveGeneration(environment.generation, world, vote, state, context), step
+    return state, _agreed(start_values(state, settings.device, whole), settings.device)
 
 
 def _built(script: Build, world: World, generation: int, settings: Settings) -> TrainState:

@@ -1,4 +1,4 @@
-"""The one small collective of a step: a twelve-byte MIN all-reduce over all ranks."""
+"""The one small collective of a step: a sixteen-byte MIN all-reduce over all ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from etc_agent.worker.world.stores import raw_group
 @dataclass(frozen=True, slots=True)
 class Ballot:
     """One rank's vote, or the result over all ranks: `ok` on every rank, the smallest `armed` generation, and the
-    smallest that a rank says of copies (`redundancy.copier`)."""
+    smallest that a rank says of copies (`redundancy.copier`) and of checkpoints (`checkpoints.saver.Bid`)."""
 
     ok: bool
     armed: int
     copies: int = 0
+    checkpoint: int = 0
 
 
 class Vote:
@@ -37,9 +38,10 @@ class Vote:
 
 def minimum(group: dist.ProcessGroup, ballot: Ballot) -> Ballot:
     """MIN over all ranks' ballots, over a raw group."""
-    values = torch.tensor([ballot.ok, ballot.armed, ballot.copies], dtype=torch.int32, device="cpu")
+    said = [ballot.ok, ballot.armed, ballot.copies, ballot.checkpoint]
+    values = torch.tensor(said, dtype=torch.int32, device="cpu")
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
     group.allreduce([values], options).wait()
-    ok, armed, copies = values.tolist()
-    return Ballot(bool(ok), armed, copies)
+    ok, armed, copies, checkpoint = values.tolist()
+    return Ballot(bool(ok), armed, copies, checkpoint)

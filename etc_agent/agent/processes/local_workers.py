@@ -18,6 +18,7 @@ from etc_agent.agent.safety.signals import catches
 from etc_agent.control.channel import Channel, MessageTooLargeError
 from etc_agent.control.messages import (
     Described,
+    Finish,
     FirstStep,
     Heartbeat,
     Hello,
@@ -191,6 +192,15 @@ class LocalWorkers:
     def stop(self, index: int, grace_s: float, *, after_s: float = 0.0) -> None:
         worker = self._workers[index]
         worker.process.stop(0.0 if worker.hang else grace_s, after_s=after_s, number=self.stop_signal)
+
+    def finish(self, index: int) -> bool:
+        """Ask a worker for a last checkpoint; returns whether it runs a session, and so may write one."""
+        worker = self._workers[index]
+        if not worker.in_session or worker.hang is not None:
+            return False
+        if (Finish.type, 0) not in worker.told:
+            self.tell(index, 0, Finish())
+        return True
 
     def stop_all(self, grace_s: float) -> None:
         for worker in self._workers.values():

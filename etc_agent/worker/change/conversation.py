@@ -22,6 +22,7 @@ from etc_agent.control.messages import (
     Committed,
     Describe,
     Described,
+    Finish,
     Hello,
     Message,
     Prepare,
@@ -48,11 +49,12 @@ _CLOSE_S = 3.0
 
 class Conversation:
     """Receives and answers the agent's messages. `generation`: the one that this worker was started for; `in_force`
-    returns the number of the generation in force, 0 before a joiner's first."""
+    returns the number of the generation in force, 0 before a joiner's first. `finish` is called when the job stops."""
 
     def __init__(
         self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings,
         in_force: Callable[[], int], whereabouts: Whereabouts, retirements: Retirements,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel = channel
         self._hello = Hello(slot, os.getpid(), generation)
@@ -62,6 +64,7 @@ class Conversation:
         self._in_force = in_force
         self._whereabouts = whereabouts
         self._retirements = retirements
+        self._finish = finish
         self._changed = threading.Condition()
         self._change: Change | None = None
         self._armed = 0
@@ -204,6 +207,10 @@ class Conversation:
                 self._withdraw(generation)
             case Committed():
                 pass
+            case Finish():
+                if not self._in_force():  # it joins, and has no state to save
+                    _exit_now()
+                self._finish()
             case _:
                 _log.error("ignored message %s of the agent: only workers send it", message.type)
 

@@ -18,6 +18,7 @@ from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retired, Retirements, exclude_from_collection
 from etc_agent.worker.change.state.holdings import reshard
 from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
+from etc_agent.worker.checkpoints.saver import Bid, Saver
 from etc_agent.worker.course import Course
 from etc_agent.worker.fixed_size import leave
 from etc_agent.worker.live import LiveGeneration
@@ -60,9 +61,10 @@ class Elastic:
         self._course = course
         self._whereabouts = Whereabouts()
         self._retirements = Retirements()
+        self._saver = Saver.of(settings, course)
         self._conversation = Conversation(
             channel, environment.slot, environment.generation, script, settings, self._in_force, self._whereabouts,
-            self._retirements,
+            self._retirements, self._finish,
         )
         self._signals: LeftToAgent | None = None
         self.live: LiveGeneration | None = None
@@ -89,6 +91,8 @@ class Elastic:
             self._at(Position.BETWEEN)
             self._conversation.start(self._course.step)
             self._signals = LeftToAgent(self._conversation.send)
+        if self._saver is not None:
+            self._saver.begin()
 
     def _start_fresh(self) -> None:
         environment = self._environment
@@ -114,6 +118,8 @@ class Elastic:
         if error is not None and _is_failure(error):
             self._conversation.introduce()
             self._conversation.send(Raised(one_line(error), kind_of(error)))
+        if self._saver is not None:
+            self._saver.close(error)
         self._conversation.close()
         live, self.live = self.live, None
         if live is not None:
@@ -141,12 +147,17 @@ class Elastic:
         assert live.vote is not None
         self._at(Position.VOTE)
         copies = live.copier.ballot if live.copier is not None else BUSY
-        result = live.vote.cast(Ballot(ok, self._conversation.armed(), copies))
+        following = self._course.step + (0 if self._is_held else 1)
+        bid = self._saver.bid(following) if self._saver is not None else Bid.NOTHING
+        result = live.vote.cast(Ballot(ok, self._conversation.armed(), copies, bid))
         self._copies_agreed = result.copies
         if result.armed:
             self._pending = result.armed
         else:
             self._conversation.drop_withdrawn()
+        if self._saver is not None:
+            # Workers that join have not voted, so they know of no checkpoint.
+            self._saver.agree(Bid.NOTHING if result.armed else Bid(result.checkpoint))
         return result.ok
 
     def end_step(self) -> None:
@@ -170,6 +181,8 @@ class Elastic:
         if self.live.copier is not None and self._entered is None:
             self.live.copier.at_safe_point(self.live.state, self._course.step, self._copies_agreed)
             self._copies_agreed = BUSY
+        if self._saver is not None:
+            self._saver.at_safe_point(self.live)
 
     def _begin_copies(self, live: LiveGeneration, node: int) -> None:
         """`node`: the number of this worker's node in the generation."""
@@ -230,6 +243,11 @@ class Elastic:
         self._retirements.retire(retired)
 
     # -- what the agent is told ------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """The job stops, after a last checkpoint. Called from the control thread."""
+        if self._saver is not None:
+            self._saver.end()
 
     def _in_force(self) -> int:
         """The number of the generation in force, 0 before the first. Also called from other threads."""

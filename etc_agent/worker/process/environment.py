@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from etc_agent.control.channel import GENERATION_VARIABLE, JOINING_VARIABLE, SLOT_VARIABLE, SOCKET_VARIABLE
+from etc_agent.control.checkpoint_settings import Checkpoint
 from etc_agent.control.environment import PARALLEL_VARIABLE
 from etc_agent.control.redundancy import REDUNDANCY_VARIABLE, Redundancy
 from etc_agent.errors import EtcError
@@ -29,7 +30,7 @@ class WorkerEnvironment:
     of the generation's TCPStore, "" where nothing was said (one process by hand). `dump_dir`: where to write this
     worker's shards around every migration, or None. `trace_dir`: where to write a trace of every switch, or None.
     `migration`, `budget_mb`: what an administrator says of the mode of migrations in place of the script; None and 0
-    where nothing is said. `redundancy`: as the job file says.
+    where nothing is said. `redundancy`, `checkpoint`: as the job file says.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class WorkerEnvironment:
     migration: str | None
     budget_mb: int
     redundancy: Redundancy
+    checkpoint: Checkpoint | None
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -88,6 +90,7 @@ class WorkerEnvironment:
             migration=migration,
             budget_mb=_integer(environ, BUDGET_VARIABLE, 0),
             redundancy=copies,
+            checkpoint=Checkpoint.read(environ),
         )
 
 

@@ -24,7 +24,7 @@ from etc_agent.worker.world.swap import Contents, World, entered, entered_conten
 AXES: Final = ("pp", "dp", "tp")
 """The mesh's axes, slowest first, so that mesh ranks are virtual ranks."""
 
-_GROUPS_PER_WORLD: Final = 1_000_000
+GROUPS_PER_WORLD: Final = 1_000_000
 _FIRST_FAKE_WORLD: Final = 1_000_000
 _fake_numbers = itertools.count(_FIRST_FAKE_WORLD)
 
@@ -64,9 +64,9 @@ def _build(
     device: torch.device,
     timeout: timedelta,
 ) -> World:
-    contents = Contents(first_group=number * _GROUPS_PER_WORLD)
+    contents = Contents(first_group=number * GROUPS_PER_WORLD)
     with entered_contents(contents):
-        excepthook = _init_default_group(store, rank, config.num_ranks, backend, timeout)
+        excepthook = init_default_group(store, rank, config.num_ranks, backend, timeout)
         everyone = dist.group.WORLD
         assert everyone is not None
         groups = [everyone]
@@ -82,10 +82,10 @@ def _build(
     return World(config, rank, mesh, contents, excepthook, groups)
 
 
-def _init_default_group(
+def init_default_group(
     store: dist.Store, rank: int, size: int, backend: str, timeout: timedelta
 ) -> Callable[..., Any]:
-    """Make the default group of the entered world; return the exception hook that torch has installed for it.
+    """Make the default group of the entered contents; return the exception hook that torch has installed for it.
 
     At every call torch wraps the present hook, to write ``[rank0]`` before tracebacks. Since worlds are built again and
     again, each one wraps the process's original hook, and its hook is installed when the world is activated.

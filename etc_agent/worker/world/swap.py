@@ -96,13 +96,7 @@ class World:
 
         Sockets and threads end with the last reference to a group. The references of the mesh are dropped here.
         """
-        with entered(self):
-            names = dict(self.contents.pg_names)
-            for group in sorted(names, key=lambda each: names[each], reverse=True):
-                group.shutdown()
-                c10d_world.unregister(names[group])
-        for name, empty in _CONTENTS.items():
-            setattr(self.contents, name, empty())
+        close_groups(self.contents)
         self.groups.clear()
         forget_groups(self.mesh)
 
@@ -167,6 +161,17 @@ def entered(world: World) -> Iterator[None]:
     """Within the context, in this thread only, torch.distributed uses `world`."""
     with entered_contents(world.contents):
         yield
+
+
+def close_groups(contents: Contents) -> None:
+    """Shut down every group of `contents`, and leave it empty."""
+    with entered_contents(contents):
+        names = dict(contents.pg_names)
+        for group in sorted(names, key=lambda each: names[each], reverse=True):
+            group.shutdown()
+            c10d_world.unregister(names[group])
+    for name, empty in _CONTENTS.items():
+        setattr(contents, name, empty())
 
 
 def activate(world: World) -> None:
