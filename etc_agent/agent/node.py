@@ -19,6 +19,7 @@ from etc_agent.agent.job_end import JobEnd
 from etc_agent.agent.job_records import RecordReader
 from etc_agent.agent.leadership import Leadership, policy_of
 from etc_agent.agent.leaving import Leaving, SignalMeaning
+from etc_agent.agent.processes.deaths import DeathWatch
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import NodeLogs
 from etc_agent.agent.processes.programs import Program
@@ -85,10 +86,11 @@ class NodeAgent:
         self._inbox, self._stores, self._guardian = inbox, stores, guardian
         self._witness = Witness(settings, record.name, guardian, client, keys)
         self._reader = RecordReader(keys)
-        self._workers = LocalWorkers(record.name, guardian, leave_signals)
+        self._deaths = DeathWatch(inbox.changed)
+        self._workers = LocalWorkers(record.name, guardian, self._deaths, leave_signals)
         self._hangs = HangWatch(settings.timeouts.hang_s)
         self._server = ControlServer(run_folder, self._said)
-        self._starter = Starter(settings, program, record, logs, events, guardian, str(self._server.path))
+        self._starter = Starter(settings, program, record, logs, events, guardian, self._deaths, str(self._server.path))
         fencing = Fencing(settings.timeouts.lease_s)
         self._fence = Fence(
             fencing, Followed(membership, mirror, fencing.ttl_s), guardian, Speaker(incarnation, record.name),
@@ -128,13 +130,13 @@ class NodeAgent:
             self._log_part(records)
             self._renew_store(records)
             self._clear(records)
-            self._publish()
-            self._witness.instruct(self._published.instance)
             connected_s = min(self._mirror.connected_for_s, self._fence.followed_s)
             view = self._leadership.observe(records, connected_s, self._fence.alive_at)
             self._act(records, view)
-            self._starter.keep_spares(self._idle_slots(records))
             self._acknowledge(records)
+            self._publish()
+            self._witness.instruct(self._published.instance)
+            self._starter.keep_spares(self._idle_slots(records))
             timeout_s = self._lead(records, view)
             if (exit_code := self._ended(records)) is not None:
                 return self._end(exit_code, records)
@@ -146,6 +148,7 @@ class NodeAgent:
         while self._workers.are_running:
             self._workers.poll()
             time.sleep(0.02)
+        self._deaths.close()
         self._fence.close()
         if self._election is not None:
             self._election.close()
@@ -290,10 +293,11 @@ class NodeAgent:
         if self._is_stopping:
             return
         grace_s = self._settings.timeouts.shutdown_grace_s
-        for action in member.owed(
+        actions = member.owed(
             self._record.name, records.current, records.generations, self._workers.views(), self._lost_up_to,
             uncleared(view),
-        ):
+        )
+        for action in sorted(actions, key=_is_slow):
             match action:
                 case member.Start(index, generation, joining):
                     self._put_fence(records, has_workers=True)  # before the first worker starts
@@ -430,3 +434,8 @@ class NodeAgent:
                 self._client.delete(self._keys.drain(self._record.name))
             except EtcdError as error:
                 logger.warning("control/drain/%s is done and could not be removed: %s", self._record.name, error)
+
+
+def _is_slow(action: member.Action) -> bool:
+    """Whether it takes milliseconds, for which the workers that run need not wait."""
+    return isinstance(action, member.Start)

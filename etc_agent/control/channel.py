@@ -105,6 +105,13 @@ class Channel:
         payload = self._read(length)
         return None if payload is None else decode(_json(payload))
 
+    def end_of_input(self) -> None:
+        """Nothing more comes from the other end: `receive` returns what has come already, then None."""
+        try:
+            self._socket.shutdown(socket.SHUT_RD)
+        except OSError:  # it is closed
+            pass
+
     def close(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig
 
 from etc_agent.agent.leaving import REPEAT_S, Leaving, SignalMeaning
+from etc_agent.agent.processes.deaths import DeathWatch
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import WorkerLogs
 from etc_agent.agent.processes.programs import Script
@@ -95,11 +96,12 @@ def test_in_a_thread_no_handler_is_set_and_nothing_fails() -> None:
 @pytest.fixture
 def workers() -> Iterator[LocalWorkers]:
     keep_handlers()
-    guardian = Guardian()
-    found = LocalWorkers("node", guardian, TAKEN)
+    guardian, deaths = Guardian(), DeathWatch(lambda: None)
+    found = LocalWorkers("node", guardian, deaths, TAKEN)
     yield found
     found.stop_all(0.0)
     wait_until(lambda: found.poll() or not found.are_running, "the workers' end")
+    deaths.close()
     guardian.close()
 
 

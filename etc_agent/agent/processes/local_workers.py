@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from etc_agent.agent.processes.deaths import DeathWatch
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.signals import catches
@@ -41,7 +42,8 @@ from etc_agent.reconfig.records import Failure, first_cause
 logger = logging.getLogger(__name__)
 
 _LAST_MESSAGES_S = 2.0
-"""Seconds to wait for the last messages of a worker that has ended."""
+"""Seconds to wait for the last messages of a worker that has ended. They are in the socket already, so this limits only
+how long this agent's own thread may take to read them."""
 _FOR_ALL_S = 2.0
 """A signal to leave that reaches a worker counts for the whole node if the agent gets one too within this many
 seconds."""
@@ -78,8 +80,8 @@ class LocalWorker:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, once the process has ended, all its messages have been read, and it is clear whether the
-        signal that ended it was meant for the whole node."""
+        """The exit code, once the process has ended, all its messages have been read, and it is clear whether a signal
+        to leave that ended it was meant for the whole node."""
         if time.monotonic() - self.fell_at < _FOR_ALL_S:
             return None
         if self.process.exit_code is None or self.channel is None or self.is_closed:
@@ -90,6 +92,13 @@ class LocalWorker:
         if self.exit_code is None:
             return self.hang
         return self.process.failure(str(self.slot))
+
+    def has_ended(self) -> None:
+        """The process has ended: everything that it has sent is there. Its own children may hold the connection open,
+        and are not waited for."""
+        self.ended_at = time.monotonic()
+        if self.channel is not None:
+            self.channel.end_of_input()
 
     def send(self, message: Message) -> None:
         """Send if the worker is connected. That a worker is gone is noticed elsewhere."""
@@ -126,10 +135,12 @@ class LocalWorkers:
     end; a signal that told this node to leave is passed on.
     """
 
-    def __init__(self, node: str, guardian: Guardian, leave_signals: Collection[int] = ()) -> None:
+    def __init__(
+        self, node: str, guardian: Guardian, deaths: DeathWatch, leave_signals: Collection[int] = ()
+    ) -> None:
         self._leave_signals = frozenset(leave_signals)
         self._node = node
-        self._guardian = guardian
+        self._guardian, self._deaths = guardian, deaths
         self._workers: dict[int, LocalWorker] = {}
         self.stop_signal: int = signal.SIGTERM
 
@@ -142,13 +153,15 @@ class LocalWorkers:
     def add(self, index: int, started_for: int, process: WorkerProcess) -> None:
         """Register a process that was started in slot `index`; the previous one there has ended."""
         self._guardian.watch_group(process.pid)
+        self._deaths.watch(process.pid)
         self._workers[index] = LocalWorker(Slot(self._node, index), started_for, process, time.monotonic())
 
     def poll(self) -> None:
         """Check which processes have ended."""
         for worker in self._workers.values():
             if worker.process.exit_code is None and worker.process.poll() is not None:
-                worker.ended_at = time.monotonic()
+                worker.has_ended()
+                self._deaths.forget(worker.process.pid)
                 self._guardian.forget_group(worker.process.pid)
                 worker.process.kill_group()
                 if worker.process.killed_by in self._leave_signals and not worker.process.is_stopping:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etc_agent.agent.processes.deaths import DeathWatch
 from etc_agent.agent.processes.programs import Script
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
@@ -58,6 +59,7 @@ class Spares:
 
     start: Callable[[int], tuple[WorkerProcess, Path | None]]
     guardian: Guardian
+    deaths: DeathWatch
     _spares: dict[int, _Spare] = field(default_factory=dict)
     _retry_at: float = 0.0
     _retry_s: float = _RETRY_S
@@ -83,6 +85,7 @@ class Spares:
             with self.guardian.starting():
                 process, folder = self.start(index)
                 self.guardian.watch_group(process.pid)
+            self.deaths.watch(process.pid)
             self._spares[index] = _Spare(process, folder)
 
     def receive(self, hello: Hello, channel: Channel) -> None:
@@ -102,6 +105,7 @@ class Spares:
         except OSError:
             return None
         del self._spares[index]
+        self.deaths.forget(spare.process.pid)
         self._retry_s = _RETRY_S
         return spare.process, spare.folder
 
@@ -119,6 +123,7 @@ class Spares:
 
     def _remove(self, index: int) -> None:
         spare = self._spares.pop(index)
+        self.deaths.forget(spare.process.pid)
         self.guardian.forget_group(spare.process.pid)
         if spare.folder is not None and not any(path.stat().st_size for path in spare.folder.glob("*")):
             shutil.rmtree(spare.folder, ignore_errors=True)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from etc_agent.agent.interface import gloo_variables
+from etc_agent.agent.processes.deaths import DeathWatch
 from etc_agent.agent.processes.environment import worker_environment
 from etc_agent.agent.processes.logs import NodeLogs
 from etc_agent.agent.processes.programs import Program
@@ -35,6 +36,7 @@ class Starter:
         logs: NodeLogs,
         events: TorchEvents,
         guardian: Guardian,
+        deaths: DeathWatch,
         control_socket: str,
     ) -> None:
         self._program = program
@@ -44,7 +46,7 @@ class Starter:
         redundancy = {REDUNDANCY_VARIABLE: str(settings.redundancy)}
         self._environment = {**chosen, **search_path({**os.environ, **chosen}), **redundancy}
         self._spare_program = spare_program(settings)
-        self.spares = Spares(self._start_spare, guardian)
+        self.spares = Spares(self._start_spare, guardian, deaths)
 
     def start(self, index: int, generation: Generation, restart_count: int, *, joining: bool) -> WorkerProcess:
         """Start the worker in slot `index` for `generation`.

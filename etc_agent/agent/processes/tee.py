@@ -20,7 +20,8 @@ LONGEST_LINE_BYTES = 1 << 20
 """Longer lines are shown in pieces of this size, each as a line. The log file has them unchanged."""
 _CHUNK_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.1
-_LAST_LINES_S = 5.0
+_LAST_LINES_S = 0.05
+"""The agent has more urgent things to do when a worker has ended than to wait for a slow console."""
 
 Sink = Callable[[str], None]
 
