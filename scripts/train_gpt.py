@@ -40,7 +40,8 @@ def run_session(options: GptOptions, arguments: argparse.Namespace, data: ByteSa
             with step:
                 loss = train(session.state, session.parallel, session.batch(data))
                 step.commit()
-            log.step(step.index, loss, session.parallel)
+            if step.is_committed:  # otherwise workers were lost in it, and it runs again
+                log.step(step.index, loss, session.parallel)
 
 
 def run_plain(options: GptOptions, arguments: argparse.Namespace, data: ByteSamples) -> None:

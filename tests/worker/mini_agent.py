@@ -108,7 +108,7 @@ class MiniAgent:
         self.workers: dict[Slot, WorkerHandle] = {}
         self.gone: list[WorkerHandle] = []
         self.generation: Generation | None = None
-        self._last_id = 0
+        self.next_id = 1
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._path = str(directory / "control.sock")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -270,8 +270,8 @@ class MiniAgent:
             time.sleep(0.02)
 
     def _next_generation(self, config: ParallelConfig, placement: Placement, previous: int) -> Generation:
-        self._last_id += 1
-        return Generation(self._last_id, config, placement, f"127.0.0.1:{self._store.port}", previous, "test")
+        number, self.next_id = self.next_id, self.next_id + 1
+        return Generation(number, config, placement, f"127.0.0.1:{self._store.port}", previous, "test")
 
     def _default_placement(self, config: ParallelConfig) -> Placement:
         assert self.generation is not None

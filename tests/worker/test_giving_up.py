@@ -57,7 +57,7 @@ def test_a_change_whose_peer_never_comes_is_freed_as_soon_as_it_is_withdrawn(tmp
         assert previous is not None
         placement = (slot(0), slot(1), slot(9))
         generation = Generation(2, ParallelConfig.parse("PP3"), placement, previous.store, 1)
-        agent._last_id = 2
+        agent.next_id = 3
         for each in (slot(0), slot(1)):
             agent.send(each, Prepare(NODE, generation.to_json(), previous.to_json()))
         agent.wait_for(lambda: "etc-change-2" in latest(agent, 0)["python_threads"], "the preparation to begin")
