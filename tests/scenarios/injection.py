@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -177,6 +176,3 @@ def options_json(**fault: object) -> str:
 def pids_of_node(job: EtcRun) -> list[int]:
     """Everything that would end with the machine on which `job` runs: the agent, its guardian, its workers."""
     return [job.process.pid, *job.descendants()]
-
-
-__all__ = ["Death", "InjectedRun", "os"]

@@ -17,12 +17,10 @@ Cleanup = Callable[[EtcRun], EtcRun]
 def started(tmp_path: Path, cleanup: Cleanup, full: str, model: str = "gpt", **environment: str) -> InjectedRun:
     folder = tmp_path / "job"
     folder.mkdir()
-    job = cleanup(
-        standalone(
-            tmp_path, INJECTED_JOB, folder, 1_000_000, 0.01, options_json(model=model), slots=4,
-            options=("--parallel", full, "--max-restarts", 0), environment=environment,
-        )
-    )
+    (tmp_path / "job.yaml").write_text("failures: {max_per_window: 0}\n")
+    options = ("--config", tmp_path / "job.yaml", "--parallel", full, "--max-restarts", 0)
+    script = (INJECTED_JOB, folder, 1_000_000, 0.01, options_json(model=model))
+    job = cleanup(standalone(tmp_path, *script, slots=4, options=options, environment=environment))
     run = InjectedRun(folder, job, etcd_of(job), full)
     run.settle()
     run.etcd.scale(full)
@@ -47,6 +45,7 @@ IN_STEPS = [
 ]
 
 
+@pytest.mark.long
 def test_deaths_in_a_step_cost_the_survivors_at_most_that_step(tmp_path: Path, cleanup: Cleanup) -> None:
     run = started(tmp_path, cleanup, "PP2TP1DP2")
     for death in IN_STEPS:

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,8 @@ def install_hooks() -> None:
             return cast(self, *ballot)
         FATE.is_voting = False
         if FATE.meets("in_vote"):
-            work = self._group.allreduce([torch.ones(2, dtype=torch.int32)], dist.AllreduceOptions())
+            values = torch.tensor([int(value) for value in astuple(ballot[0])], dtype=torch.int32)
+            work = self._group.allreduce([values], dist.AllreduceOptions())
             FATE.at("in_vote")
             work.wait()
         result = cast(self, *ballot)

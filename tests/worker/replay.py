@@ -69,8 +69,8 @@ def replay(folder: Path, legs: list[Leg], last: int, fault: dict[str, Any]) -> l
 def differences(job: list[Line], undisturbed: list[Line], begun_anew: set[tuple[int, tuple[int, ...]]]) -> list[str]:
     """What `job` did otherwise than the undisturbed one, one line each.
 
-    `begun_anew`: (generation, place) of the ranks whose random stream and extras of their own began anew, since the only
-    worker that had them was lost.
+    `begun_anew`: (generation, place) of the ranks whose random stream and extras of their own began anew, since the
+    only worker that had them was lost.
     """
     expected = {(line["step"], line["rank"]): line for line in undisturbed}
     found = []
