@@ -153,7 +153,8 @@ class Administrator:
 
     def history(self) -> list[History]:
         """The generations so far."""
-        return list(job_of(self._mirror.snapshot(), self._keys).history.values())
+        history = job_of(self._mirror.snapshot(), self._keys).records.history
+        return [history[generation] for generation in sorted(history)]
 
     def change(self, job: Job, config: str, timeout_s: float) -> History:
         """Ask for `config`, and wait until the job has changed and trained a step.

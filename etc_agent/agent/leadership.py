@@ -14,6 +14,7 @@ from etc_agent.control import messages
 from etc_agent.control.causes import ErrorKind
 from etc_agent.errors import one_line
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
 from etc_agent.planner.errors import PlanError
 from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.fencing import Fencing
@@ -22,6 +23,7 @@ from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import indices
 from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
+from etc_agent.reconfig.survival import Survival, by_grid, by_layout
 from etc_agent.reconfig.tidy import Outdated, outdated
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
 from etc_agent.rendezvous.attempts import Attempts
@@ -56,6 +58,8 @@ class Leadership:
         self._observer = Observer()
         self._status: dict[str, object] = {}
         self._status_at = 0.0
+        self._survival_of: tuple[int, bool] | None = None
+        self._survives = Survival(worker=False, node=False, known_by="grid")
         self._complaint = ""
 
     def observe(self, records: JobRecords, connected_s: float, alive_at: Mapping[str, float]) -> View:
@@ -103,7 +107,7 @@ class Leadership:
             match decide(view):
                 case Wait(seconds, why):
                     self._complain(logging.INFO, why)
-                    self._write_status(records)
+                    self._write_status(records, why)
                     return seconds
                 case Describe(config):
                     return self._ask(config, records)
@@ -174,7 +178,7 @@ class Leadership:
             *(Delete(self._keys.history(generation)) for generation in old.generations),
         ]
 
-    def _write_status(self, records: JobRecords) -> None:
+    def _write_status(self, records: JobRecords, why: str) -> None:
         committed = records.generations.get(records.current.committed)
         if committed is None or time.monotonic() - self._status_at < _STATUS_S:
             return
@@ -192,12 +196,23 @@ class Leadership:
             "workers": committed.config.num_ranks,
             "nodes": list(committed.nodes),
             "goodput": goodput.to_json(),
+            "why": why,
+            "survives": self._survival(committed).to_json(),
         }
         if status != self._status:
             assert self._writer is not None
-            self._writer.write({self._keys.status: json.dumps(status)})
+            self._writer.write({self._keys.status: json.dumps({**status, "time": round(time.time(), 1)})})
             self._has_written()
             self._status, self._status_at = status, time.monotonic()
+
+    def _survival(self, committed: Generation) -> Survival:
+        """What the job can lose now. Worked out once for each generation, and again when its layout gets known."""
+        layout = self._descriptions.get(committed.config)
+        known = (committed.id, isinstance(layout, tuple))
+        if known != self._survival_of:
+            self._survival_of = known
+            self._survives = by_layout(layout, committed) if isinstance(layout, tuple) else by_grid(committed)
+        return self._survives
 
 
 def policy_of(settings: JobSettings) -> Policy:

@@ -96,7 +96,7 @@ class NodeAgent:
             fencing, Followed(membership, mirror, fencing.ttl_s), guardian, Speaker(incarnation, record.name),
             record.address,
         )
-        self._contact = f"{record.address}:{self._fence.port}"
+        self._contact, self._logs = f"{record.address}:{self._fence.port}", logs.published
         self._become(replace(record, contact_port=self._fence.port))
         self._is_cut_off = False
         self._lost_up_to = earlier_generation
@@ -162,7 +162,7 @@ class NodeAgent:
     def _said(self, hello: Hello, channel: Channel, message: Message | None) -> None:
         """Called from the reader threads, since the loop may be waiting for etcd."""
         if isinstance(message, Progress):
-            self._fence.saw_step()
+            self._fence.saw_step(message.step)
         self._inbox.said(hello, channel, message)
 
     def _hear(self, items: list[Item]) -> None:
@@ -339,7 +339,7 @@ class NodeAgent:
             if generation is None or not member.participants(self._record.name, generation, records.generations):
                 continue
             summary = member.summarise(self._record.name, generation, records.generations, views, self._lost_up_to)
-            ack = replace(summary, contact=self._contact)
+            ack = replace(summary, contact=self._contact, logs=self._logs)
             if ack == self._acks.get(generation_id, Ack(generation_id, self._record.name)) or self._fence.fell:
                 continue
             try:

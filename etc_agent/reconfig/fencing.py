@@ -97,11 +97,13 @@ class Contact:
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
     """What one agent tells another: for how long it has followed etcd (`Contact.followed_s`), and whether it has
-    workers. `at`: when we began to ask, or were asked, by our clock; the statement was true at that time or later."""
+    workers. `at`: when we began to ask, or were asked, by our clock; the statement was true at that time or later.
+    `step`: the next step that its workers had when they last told, for people who look; None before the first."""
 
     at: float
     followed_s: float
     has_workers: bool = False
+    step: int | None = None
 
     @property
     def hears_etcd(self) -> bool:

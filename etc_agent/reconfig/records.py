@@ -258,6 +258,7 @@ class Ack(_Json):
     slowest worker; bytes are sums over the node's workers. `contact`: ``host:port`` at which the node's agent answers
     other agents, also after its record has gone from etcd. `frozen`: the last answers to `Freeze`. `failed`: every
     worker of the generation that has failed, of which `failure` is the one that most likely caused the others.
+    `logs`: the folder of the run's logs on this node, "" where none are written in our order.
     `peer_lost`: why a worker waits for `Freeze`: an operation with its peers has failed.
     """
 
@@ -279,6 +280,7 @@ class Ack(_Json):
     referred_bytes: int = 0
     stop_ms: float | None = None
     contact: str = ""
+    logs: str = ""
     frozen: NodeFrozen | None = None
     failed: tuple[Failure, ...] = ()
     peer_lost: Refusal | None = None

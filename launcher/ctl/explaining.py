@@ -73,7 +73,8 @@ def _failed(job: Job) -> str | None:
     if committed is None:
         return None
     cause = first_cause(ack.failure for node in committed.nodes if (ack := job.ack(committed, node)).failure)
-    absent = [node for node in committed.nodes if node not in {each.name for each in job.nodes}]
+    here = {node.name for node in job.nodes}
+    absent = [node for node in committed.nodes if node not in here]
     if absent:
         return f"Node {_list(absent)} is gone from etcd; until its workers have certainly stopped, nobody takes over."
     if cause is None:

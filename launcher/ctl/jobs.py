@@ -44,8 +44,7 @@ class Job:
 
     `rules`: the ``job`` record. `status`: what the leader says of the training; empty before it has. `reply`: its last
     answer to a request. `pause`: None where the job is not paused. `pause_mistake`: why ``control/pause`` is ignored,
-    "" normally. `history`: generation -> its record, as far as they were read. Of `records`, the generations and
-    acknowledgements are those that the present state needs.
+    "" normally. `records` has the generations, with history and acknowledgements, that the present state needs.
     """
 
     run_id: str
@@ -55,7 +54,6 @@ class Job:
     reply: Reply | None = None
     pause: Order | None = None
     pause_mistake: str = ""
-    history: Mapping[int, History] = field(default_factory=dict)
 
     @property
     def current(self) -> Current:
@@ -103,24 +101,17 @@ class Job:
     def is_draining(self, node: NodeRecord) -> bool:
         return node.state is NodeState.DRAINING or node.name in self.records.drains
 
-    def ranks_on(self, node: str) -> tuple[int, ...]:
-        """The virtual ranks of the committed generation on a node."""
-        placement = self.committed.placement if self.committed else ()
-        return tuple(rank for rank, slot in enumerate(placement) if slot.node == node)
+    def ranks_by_slot(self) -> dict[Slot, int]:
+        """Slot -> the virtual rank of the committed generation there."""
+        return {slot: rank for rank, slot in enumerate(self.committed.placement)} if self.committed else {}
 
-    def idle_slots(self, node: NodeRecord) -> tuple[Slot, ...]:
-        """The slots of a node that have no worker and are not cordoned."""
-        used = set(self.committed.placement) if self.committed else set()
-        slots = (Slot(node.name, index) for index in range(node.num_slots))
-        return tuple(
-            slot for slot in slots
-            if slot not in used and not any(cordon.covers(slot) for cordon in self.records.cordons)
-        )
+    def is_cordoned(self, slot: Slot) -> bool:
+        return any(cordon.covers(slot) for cordon in self.records.cordons)
 
     @property
     def last_change(self) -> History | None:
         """The record of the committed generation."""
-        return self.history.get(self.current.committed)
+        return self.records.history.get(self.current.committed)
 
 
 def read_job(client: EtcdClient, keys: JobKeys) -> Job:
@@ -155,7 +146,7 @@ def read_jobs(client: EtcdClient, keys: Sequence[JobKeys]) -> Iterator[Job]:
 def read_history(client: EtcdClient, keys: JobKeys) -> list[History]:
     """Every history record that is kept, by generation."""
     entries, _ = client.get_prefix(keys.history_prefix)
-    return _history({entry.key: entry for entry in entries}, keys)
+    return sorted((History.from_json(_object(entry)) for entry in entries), key=lambda record: record.generation)
 
 
 def read_generations(client: EtcdClient, keys: JobKeys) -> list[Generation]:
@@ -175,7 +166,7 @@ def job_of(entries: Mapping[str, KeyValue], keys: JobKeys) -> Job:
             pause_mistake = f"control/pause: {error}"
     return Job(
         keys.run_id, records, _optional(entries, keys.job), _optional(entries, keys.status), reply_of(entries, keys),
-        pause, pause_mistake, {record.generation: record for record in _history(entries, keys)},
+        pause, pause_mistake,
     )
 
 
@@ -210,12 +201,6 @@ def _needed_by(current: Current, keys: JobKeys) -> list[Get | GetPrefix]:
         reads += [Get(keys.generation(generation)), Get(keys.history(generation))]
         reads.append(GetPrefix(keys.generation_acks_prefix(generation)))
     return reads
-
-
-def _history(entries: Mapping[str, KeyValue], keys: JobKeys) -> list[History]:
-    """The history records among `entries`, by generation."""
-    found = (History.from_json(_object(kv)) for key, kv in entries.items() if key.startswith(keys.history_prefix))
-    return sorted(found, key=lambda record: record.generation)
 
 
 def _revision(entries: Mapping[str, KeyValue], key: str) -> int:

@@ -1,4 +1,4 @@
-"""What `list` and `status` show to people, from the values in `accounts`."""
+"""What `list` and `status` show to people, from the values in `facts`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from rich.table import Table
 
 from etc_agent.reconfig.records import History
 from launcher.ctl.tables import grid, plain_table, size, stopped_training
-from launcher.ctl.times import ago, when
+from launcher.ctl.times import ago, length, when
 
 _BAD = ("failed", "gone")
+_MOST_NODES = 40
+"""How many nodes are shown on a screen."""
 
 
 def list_screen(rows: Sequence[Mapping[str, Any]], now: float) -> RenderableType:
@@ -21,7 +23,7 @@ def list_screen(rows: Sequence[Mapping[str, Any]], now: float) -> RenderableType
     table = plain_table("run id", "state", "config", "workers>", "step>", "steps/s>", "nodes>", "started")
     for row in rows:
         table.add_row(
-            escape(row["run_id"]), _state(row), row["config"] or "", _shown(row["workers"]), _step(row),
+            escape(row["run_id"]), state_of(row), row["config"] or "", _shown(row["workers"]), step_of(row),
             _rate(row["rate_steps_per_s"]), str(row["nodes"]), ago(row["started"] or 0.0, now),
         )
     return table
@@ -40,12 +42,13 @@ def _facts(status: Mapping[str, Any], now: float) -> dict[str, str]:
     started = status["started"] or 0.0
     used, most = status["restarts"], status["max_restarts"]
     return {
-        "job": f"{escape(status['run_id'])}: {_state(status)}",
+        "job": f"{escape(status['run_id'])}: {state_of(status)}",
         "now": escape(status["explanation"]),
         "config": f"{status['config']} on {status['workers']} workers, generation {status['generation']}"
         if status["config"] else "",
-        "step": ", ".join(filter(None, (_step(status), _per_s(status["rate_steps_per_s"])))),
+        "step": ", ".join(filter(None, (step_of(status), per_s(status["rate_steps_per_s"])))),
         "started": f"{when(started)} ({ago(started, now)})" if started else "",
+        "goodput": _goodput(status["goodput"]),
         "changing to": _changing(status["changing_to"]),
         "recovering": escape(status["recovering_from"]["why"]) if status["recovering_from"] else "",
         "wanted": escape(status["wanted"]),
@@ -63,16 +66,31 @@ def _facts(status: Mapping[str, Any], now: float) -> dict[str, str]:
 
 
 def _nodes_table(status: Mapping[str, Any]) -> Table:
-    table = plain_table("node", "state", "address", "slots>", "ranks", "idle", "cordoned")
-    for node in status["nodes"]:
+    table = plain_table("node", "state", "address", "slots>", "ranks", "idle", "warm", "cordoned")
+    for node in shown_nodes(status["nodes"]):
         failure = node["failure"]
         state = f"[red]failed: {escape(failure['error'])}" if failure else node["state"]
         cordoned = ["all" if index is None else str(index) for index in node["cordoned"]]
         table.add_row(
             escape(node["name"]), state, escape(node["address"]), str(node["slots"]), numbers(node["ranks"]),
-            numbers(node["idle_slots"]), " ".join(cordoned),
+            numbers(node["idle_slots"]), numbers(node["warm_spares"]), " ".join(cordoned),
         )
+    note_hidden(table, status["nodes"])
     return table
+
+
+def shown_nodes(nodes: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The nodes that fit on a screen: those that stand out first."""
+    def is_usual(node: Mapping[str, Any]) -> bool:
+        return node["state"] == "ready" and not node["failure"] and not node["cordoned"] and bool(node["ranks"])
+
+    return nodes if len(nodes) <= _MOST_NODES else sorted(nodes, key=is_usual)[:_MOST_NODES]
+
+
+def note_hidden(table: Table, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Say below the table how many nodes are not in it."""
+    if (hidden := len(nodes) - _MOST_NODES) > 0:
+        table.caption = f"and {hidden} more nodes; -o json has all"
 
 
 def numbers(found: Sequence[int]) -> str:
@@ -86,12 +104,14 @@ def numbers(found: Sequence[int]) -> str:
     return " ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _state(row: Mapping[str, Any]) -> str:
+def state_of(row: Mapping[str, Any]) -> str:
+    """``running, paused``; in red where somebody should look."""
     state = f"[red]{row['state']}[/red]" if row["state"] in _BAD else str(row["state"])
     return f"{state}, paused" if row["paused"] else state
 
 
-def _step(row: Mapping[str, Any]) -> str:
+def step_of(row: Mapping[str, Any]) -> str:
+    """``7 of 100``; empty before the first step."""
     if row["step"] is None:
         return ""
     return f"{row['step']} of {row['num_steps']}" if row["num_steps"] else str(row["step"])
@@ -101,7 +121,8 @@ def _rate(rate: float | None) -> str:
     return "" if rate is None else f"{rate:.3g}"
 
 
-def _per_s(rate: float | None) -> str:
+def per_s(rate: float | None) -> str:
+    """``2.5 steps/s``; empty where the rate is not known."""
     return "" if rate is None else f"{rate:.3g} steps/s"
 
 
@@ -136,6 +157,13 @@ def _last_change(fields: Mapping[str, Any] | None, now: float) -> str:
         said += [f"moved {size(record.moved_bytes)}", f"training stood still for {stopped}" if stopped else ""]
     text = escape(", ".join(filter(None, said)))
     return f"{text} ({ago(record.time, now)})" if record.time else text
+
+
+def _goodput(known: Mapping[str, Any] | None) -> str:
+    if known is None:
+        return ""
+    share = known["trained_s"] / max(known["life_s"], 1e-9)
+    return f"{100 * share:.1f} % of {length(known['life_s'])} went into steps"
 
 
 def _survives(known: Mapping[str, Any] | None) -> str:

@@ -146,7 +146,7 @@ def test_steps_keep_the_workers_of_a_node_that_hears_nobody_only_while_they_need
     a.fence.observe(Surroundings(NOWHERE, frozenset(NOWHERE), has_workers=True))
     cut_at = a.lose_etcd()
     while time.monotonic() < cut_at + FENCING.ttl_s + 1.5:
-        a.fence.saw_step()
+        a.fence.saw_step(1)
         time.sleep(0.05)
     assert not a.fence.fell
     wait_until(lambda: has_ended(a.worker), "the end of the worker when no step ends any more")

@@ -38,6 +38,12 @@ class NodeLogs:
         self._given: tuple[int, LogsDest, dict[int, dict[str, str]]] = (0, LogsDest(), {})
 
     @property
+    def published(self) -> str:
+        """The folder in which a worker's files are found by generation, node and rank. "" where there is none, and
+        where the user's own LogsSpecs decide."""
+        return str(self._folder.absolute()) if self._folder is not None and self.admit_spares else ""
+
+    @property
     def admit_spares(self) -> bool:
         """Whether a process can log before it has a rank: not where the user's own LogsSpecs decide."""
         return type(self._specs) is DefaultLogsSpecs

@@ -44,6 +44,7 @@ class Fence:
         self._contact = Contact()
         self._statuses: dict[str, PeerStatus] = {}
         self._stepped_at = NEVER
+        self._step: int | None = None
         self._until = FOR_EVER
         self._looked_at = time.monotonic()
         self._why = ""
@@ -80,9 +81,9 @@ class Fence:
             with self._lock:
                 self._look()
 
-    def saw_step(self) -> None:
-        """A worker has completed a step. May be called from any thread."""
-        self._stepped_at = time.monotonic()
+    def saw_step(self, step: int) -> None:
+        """A worker has completed a step, and runs `step` next. May be called from any thread."""
+        self._stepped_at, self._step = time.monotonic(), step
 
     @property
     def fell(self) -> str:
@@ -107,7 +108,7 @@ class Fence:
         self._allow(FOR_EVER)
 
     def _own_status(self) -> PeerStatus:
-        return PeerStatus(time.monotonic(), self.followed_s, self._around.has_workers)
+        return PeerStatus(time.monotonic(), self.followed_s, self._around.has_workers, self._step)
 
     def _heard(self, node: str, status: PeerStatus) -> None:
         """Called from the threads of the contact point and of `Reach`."""

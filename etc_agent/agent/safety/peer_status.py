@@ -24,7 +24,10 @@ class Speaker:
 
     def encode(self, status: PeerStatus) -> bytes:
         """The line with this node's `status`."""
-        said = {"job": self.job, "node": self.node, "followed_s": status.followed_s, "has_workers": status.has_workers}
+        said = {
+            "job": self.job, "node": self.node, "followed_s": status.followed_s, "has_workers": status.has_workers,
+            "step": status.step,
+        }
         return json.dumps(said).encode() + b"\n"
 
     def decode(self, line: bytes, at: float) -> tuple[str, PeerStatus] | None:
@@ -33,6 +36,7 @@ class Speaker:
             said = json.loads(line)
             if said["job"] != self.job or said["node"] == self.node:
                 return None
-            return str(said["node"]), PeerStatus(at, max(0.0, float(said["followed_s"])), bool(said["has_workers"]))
+            followed_s, step = max(0.0, float(said["followed_s"])), said.get("step")
+            return str(said["node"]), PeerStatus(at, followed_s, bool(said["has_workers"]), step and int(step))
         except (ValueError, TypeError, KeyError, RecursionError):
             return None

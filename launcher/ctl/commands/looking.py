@@ -8,8 +8,8 @@ import click
 
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
-from launcher.ctl.accounts import list_row, status_of
 from launcher.ctl.explaining import explain as explanation
+from launcher.ctl.facts import list_row, status_of
 from launcher.ctl.finding import run_ids
 from launcher.ctl.jobs import State, read_job, read_jobs
 from launcher.ctl.options import output_option, with_etcd, with_job

@@ -28,7 +28,7 @@ def test_status_is_one_screen_of_everything_that_matters(ctl: Ctl, client: EtcdC
     assert (status["step"], status["num_steps"], status["generation"], status["state"]) == (7, 100, 1, "running")
     assert status["nodes"][0] == {
         "name": "a", "address": "127.0.0.1", "state": "ready", "slots": 4, "ranks": [0, 1], "idle_slots": [2],
-        "cordoned": [3], "failure": None,
+        "warm_spares": [], "cordoned": [3], "failure": None,
     }
     assert status["nodes"][1]["state"] == "draining"
     assert (status["restarts"], status["max_restarts"]) == (1, 3)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.records import NodeRecord
 from etc_agent.reconfig.survival import by_grid
 from launcher.ctl.explaining import explain
 from launcher.ctl.jobs import Job
@@ -29,6 +32,7 @@ def list_row(job: Job) -> dict[str, Any]:
 def status_of(job: Job) -> dict[str, Any]:
     """The answer of `status`."""
     current, committed = job.current, job.committed
+    ranks = job.ranks_by_slot()
     return {
         **list_row(job),
         "config": str(committed.config) if committed else None,
@@ -47,8 +51,10 @@ def status_of(job: Job) -> dict[str, Any]:
         "max_restarts": job.max_restarts,
         "losses": current.losses,
         "survives": survives(job),
+        "goodput": _goodput(job),
+        "time": job.status.get("time"),
         "leader": job.records.leader or None,
-        "nodes": [_node(job, node.name) for node in job.nodes],
+        "nodes": [_node(job, node, ranks) for node in job.nodes],
         "cordons": [{"name": str(cordon), **cordon.order.to_json()} for cordon in job.records.cordons],
         "given_up": [plain(each) for each in current.given_up],
     }
@@ -69,19 +75,28 @@ def _changing_to(job: Job) -> dict[str, Any] | None:
     }
 
 
-def _node(job: Job, name: str) -> dict[str, Any]:
-    node = next(node for node in job.nodes if node.name == name)
-    ack = job.ack(job.committed, name) if job.committed else None
+def _node(job: Job, node: NodeRecord, ranks: Mapping[Slot, int]) -> dict[str, Any]:
+    slots = [Slot(node.name, index) for index in range(node.num_slots)]
+    ack = job.ack(job.committed, node.name) if job.committed else None
     return {
-        "name": name,
+        "name": node.name,
         "address": node.address,
         "state": "draining" if job.is_draining(node) else str(node.state),
         "slots": node.num_slots,
-        "ranks": list(job.ranks_on(name)),
-        "idle_slots": [slot.index for slot in job.idle_slots(node)],
-        "cordoned": [cordon.index for cordon in job.records.cordons if cordon.node == name],
+        "ranks": sorted(ranks[slot] for slot in slots if slot in ranks),
+        "idle_slots": [slot.index for slot in slots if slot not in ranks and not job.is_cordoned(slot)],
+        "warm_spares": list(node.spares),
+        "cordoned": [cordon.index for cordon in job.records.cordons if cordon.node == node.name],
         "failure": plain(ack.failure) if ack is not None and ack.failure is not None else None,
     }
+
+
+def _goodput(job: Job) -> dict[str, float] | None:
+    """Seconds trained, and seconds of life up to the leader's last word."""
+    known, told_at = job.records.goodput, job.status.get("time")
+    if known is None or told_at is None:
+        return None
+    return {"trained_s": known.trained_s, "life_s": round(known.life_s(float(told_at)), 3)}
 
 
 def survives(job: Job) -> dict[str, Any] | None:
