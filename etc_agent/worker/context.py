@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from etc_agent.errors import ConfigRefusedError
 from etc_agent.parallel.config import Coordinate, ParallelConfig
+from etc_agent.worker.data.division import GlobalBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,24 +33,4 @@ class ParallelContext:
     @property
     def local_batch(self) -> int:
         """Samples of each step that this dp rank trains on."""
-        return self.global_batch // self.config.dp
-
-
-def check_global_batch(global_batch: int, config: ParallelConfig) -> None:
-    """Check that every dp rank gets the same number of samples.
-
-    Raises:
-        ConfigRefusedError: dp does not divide the global batch.
-    """
-    if global_batch % config.dp:
-        fitting = [str(dp) for dp in range(1, global_batch + 1) if global_batch % dp == 0]
-        raise ConfigRefusedError(
-            f"{config}: a global batch of {global_batch} cannot be divided over dp={config.dp}; "
-            f"choose dp from {', '.join(fitting)}"
-        )
-
-
-def local_sample_ids(step: int, context: ParallelContext) -> range:
-    """The ids of step `step`'s samples that fall to this dp rank: its part of ``step*GB .. (step+1)*GB - 1``."""
-    first = step * context.global_batch + context.coordinate.dp * context.local_batch
-    return range(first, first + context.local_batch)
+        return len(GlobalBatch(self.global_batch).ids(0, self.coordinate.dp, self.config.dp))

@@ -15,7 +15,8 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.encoding import encode_layout
 from etc_agent.state.layout import Shard
 from etc_agent.worker.change.state.user_state import rules_of
-from etc_agent.worker.context import ParallelContext, check_global_batch
+from etc_agent.worker.context import ParallelContext
+from etc_agent.worker.data.division import GlobalBatch
 from etc_agent.worker.world.build import build_fake
 from etc_agent.worker.world.swap import World, entered
 
@@ -28,15 +29,17 @@ _ON_META: Final = (
 )
 
 
-def build_on_meta(build: Build, world: World, device: torch.device, generation: int, global_batch: int) -> TrainState:
+def build_on_meta(
+    build: Build, world: World, device: torch.device, generation: int, global_batch: GlobalBatch
+) -> TrainState:
     """This rank's part of the model and optimizer in `world`, optimizer state included, without storage.
 
     Raises:
         ConfigRefusedError: the model refuses the config: `build` raises ValueError.
         EtcError: `build` did not return a TrainState, or one of its extras has an unknown rule.
     """
-    check_global_batch(global_batch, world.config)
-    context = ParallelContext(world.config, world.mesh, world.rank, device, generation, global_batch)
+    global_batch.check(world.config)
+    context = ParallelContext(world.config, world.mesh, world.rank, device, generation, global_batch.size)
     with entered(world), torch.device("meta"):
         try:
             state = build(context)
@@ -56,14 +59,14 @@ def build_on_meta(build: Build, world: World, device: torch.device, generation: 
 
 
 def describe(
-    build: Build, config: ParallelConfig, device: torch.device, generation: int, global_batch: int
+    build: Build, config: ParallelConfig, device: torch.device, generation: int, global_batch: GlobalBatch
 ) -> dict[str, Any]:
     """The layout that the model would have under `config`, encoded; derived rank by rank without peers or storage.
 
     Raises:
         ConfigRefusedError: the model refuses the config.
     """
-    check_global_batch(global_batch, config)
+    global_batch.check(config)
     try:
         layout = tuple(
             _described(build, rank, config, device, generation, global_batch) for rank in range(config.num_ranks)
@@ -74,7 +77,7 @@ def describe(
 
 
 def _described(
-    build: Build, rank: int, config: ParallelConfig, device: torch.device, generation: int, global_batch: int
+    build: Build, rank: int, config: ParallelConfig, device: torch.device, generation: int, global_batch: GlobalBatch
 ) -> tuple[Shard, ...]:
     with contextlib.closing(build_fake(rank, config, device)) as world:
         state = build_on_meta(build, world, device, generation, global_batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -13,10 +14,13 @@ from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker.batch import batch_of
 from etc_agent.worker.change.elastic import Elastic
-from etc_agent.worker.context import ParallelContext, local_sample_ids
+from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.course import Course
+from etc_agent.worker.data.batch import Microbatch, Place
+from etc_agent.worker.data.division import DIVISIONS, Division, GlobalBatch, Reduction
+from etc_agent.worker.data.loader import Loader
+from etc_agent.worker.data.stream import Factory, Stream
 from etc_agent.worker.fixed_size import FixedSize
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
@@ -85,11 +89,86 @@ class Session:
         """This dp rank's samples of the present step, stacked, on the device.
 
         Step s takes the samples ``s*GB .. (s+1)*GB - 1`` of the job's endless sequence, divided over dp in order.
-        `data` is indexed with these numbers; it has to wrap around and shuffle by itself.
+
+        Args:
+            data: indexed with these numbers, so it has to wrap around and shuffle by itself; or what `loader` or
+                `stream` has returned.
+
+        Raises:
+            ValueError: dp does not divide the global batch; use `microbatches`.
         """
-        parallel = self.parallel
-        self._sample_ids = local_sample_ids(self._course.step, parallel)
-        return batch_of(data, self._sample_ids, parallel.device)
+        place = self._place()
+        GlobalBatch(place.samples.size).check(self.parallel.config)
+        self._sample_ids = place.ids()
+        return place.batch(data)
+
+    def microbatches(
+        self, data: Any, size: int | None = None, reduction: Reduction = "mean"
+    ) -> Iterator[Microbatch]:
+        """This dp rank's samples of the present step in microbatches, for gradient accumulation and for any dp::
+
+            for micro in session.microbatches(data, size=4):
+                loss = mean_loss(model(micro.batch))
+                (loss * micro.factor).backward()
+
+        Every rank gets as many. Where a rank's samples have run out it gets samples with factor 0, so that it takes
+        part in the collectives. With the factors, the reduced gradient is the exact mean over the global batch.
+
+        Args:
+            data: as for `batch`; a loader with its own ``batch_size`` needs no `size`.
+            size: samples per microbatch, at most.
+            reduction: ``mean`` where gradients are averaged over dp (DistributedDataParallel, fully_shard), ``sum``
+                where they are added.
+        """
+        size = size if size is not None else getattr(data, "batch_size", None)
+        if size is None:
+            raise ValueError("session.microbatches(data, size=...) needs the number of samples per microbatch")
+        if isinstance(data, Loader) and data.batch_size != size:
+            raise ValueError(f"the loader has batch_size={data.batch_size}, and microbatches of {size} are asked for")
+        place = self._place()
+        self._sample_ids = place.ids()
+        return place.microbatches(data, size, reduction)
+
+    def sample_ids(self, step: int) -> range:
+        """The numbers, in the job's sequence, of the samples that this dp rank takes in `step`."""
+        return replace(self._place(), step=step).ids()
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: int | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list], Any] | None = None,
+        drop_last: bool = True,
+        **options: Any,
+    ) -> Loader:
+        """torch's DataLoader over the job's sequence of samples, for `batch` and `microbatches`. A change of size
+        neither loses nor repeats a sample, and the loader's worker processes outlive it. Make it before the session is
+        opened, so that the workers of a rank that joins start while the others still train.
+
+        Args:
+            dataset: ``dataset[i]`` and ``len(dataset)``. Random augmentation in it is seeded with the sample's number.
+            batch_size: samples per microbatch; None: all of this rank's samples of a step.
+            shuffle: the seed of the order, another one in each epoch; None for the dataset's own order.
+            num_workers: processes that load samples beside training; 0: none.
+            drop_last: each epoch takes whole global batches; with False the next epoch begins in the middle of a step.
+            options: of torch's DataLoader, such as ``pin_memory``, ``prefetch_factor``, ``multiprocessing_context``.
+
+        Raises:
+            TypeError, ValueError: the dataset has no length or no index, or is smaller than a global batch.
+        """
+        return Loader(
+            dataset, self._settings.global_batch.size, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last,
+            num_workers=num_workers, collate_fn=collate_fn, seed=self._settings.seed, options=options,
+        )
+
+    def stream(self, factory: Factory) -> Stream:
+        """Samples for `batch` from iterators. ``factory(start, rank, size)`` returns an iterator over the samples
+        ``start + rank``, ``start + rank + size``, ...; it is called again after every change of dp, with the first
+        sample that was not trained on."""
+        return Stream(factory)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -118,6 +197,12 @@ class Session:
             raise EtcError("the session is not open; use it as: with etc.session(build, ...) as session")
         return self._job
 
+    def _place(self) -> Place:
+        parallel = self.parallel
+        return Place(
+            self._settings.global_batch, self._course.step, parallel.coordinate.dp, parallel.config.dp, parallel.device
+        )
+
     def _live(self) -> LiveGeneration:
         live = self._open_job().live
         assert live is not None, "an open session has a generation in force"
@@ -138,6 +223,7 @@ def session(
     build: Build,
     *,
     global_batch: int = 1,
+    division: Division = "equal",
     seed: int = 0,
     parallel: ParallelConfig | str | None = None,
     record: Record | None = None,
@@ -164,7 +250,9 @@ def session(
         build: called once per generation, under the meta device and beside training, with a `ParallelContext`; returns
             this rank's `TrainState`. It must touch no process-wide state, and raises ValueError with a one-line message
             for a config that the model cannot have.
-        global_batch: samples per step over all ranks; dp must divide it.
+        global_batch: samples per step over all ranks.
+        division: of the global batch over dp: ``equal``, where dp must divide it, or ``weighted``, which admits any dp
+            up to the global batch and needs `Session.microbatches`.
         seed: of the random streams. Under one seed every run of one config draws the same numbers.
         parallel: the config at a fixed size, like ``PP2TP2DP1``; by default ETC_PARALLEL, else data parallel alone.
         record: called after every step with its index and the ids of the samples that this dp rank trained on.
@@ -189,9 +277,11 @@ def session(
         raise ValueError(f"global_batch must be at least 1, not {global_batch}")
     if migration not in MODES:
         raise ValueError(f"migration must be one of {', '.join(MODES)}, not {migration!r}")
+    if division not in DIVISIONS:
+        raise ValueError(f"division must be one of {', '.join(DIVISIONS)}, not {division!r}")
     settings = Settings(
         device=_device(device, environment.local_rank),
-        global_batch=global_batch,
+        global_batch=GlobalBatch(global_batch, division),
         seed=seed,
         timeout_s=timeout_s,
         switch_timeout_s=switch_timeout_s,

@@ -9,6 +9,7 @@ import torch
 
 from etc_agent.control.checkpoint_settings import Checkpoint
 from etc_agent.control.redundancy import Redundancy
+from etc_agent.worker.data.division import GlobalBatch
 
 Record = Callable[[int, Sequence[int]], None]
 """(step, ids of the samples that this dp rank trained on in it), called once the step is applied."""
@@ -16,7 +17,7 @@ Record = Callable[[int, Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`global_batch`: in samples. `timeout_s`: longest wait for peers in the training groups and for the store.
+    """`timeout_s`: longest wait for peers in the training groups and for the store.
     `switch_timeout_s`: the same in the groups of a change. `abort_timeout_s`: longest wait until an aborted change or
     an old generation is freed. `dump_dir`: where every worker dumps its shards before and after a migration, whose
     boxes are then also hashed on both ends; None for neither. `trace_dir`: where every worker writes a Chrome trace of
@@ -25,7 +26,7 @@ class Settings:
     `checkpoint`: where and when checkpoints are written, and loaded from when all workers start afresh, if at all."""
 
     device: torch.device
-    global_batch: int
+    global_batch: GlobalBatch
     seed: int
     timeout_s: float
     switch_timeout_s: float

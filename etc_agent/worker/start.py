@@ -16,7 +16,7 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.state.rng import start_stream
 from etc_agent.worker.checkpoints.loading import load_newest
-from etc_agent.worker.context import ParallelContext, check_global_batch
+from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, build_on_meta
 from etc_agent.worker.process.environment import WorkerEnvironment
@@ -45,7 +45,7 @@ def start_fresh(
             f"{config} has {config.num_ranks} ranks, but {environment.world_size} workers were started; "
             f"choose a config whose degrees multiply to {environment.world_size}"
         )
-    check_global_batch(settings.global_batch, config)
+    settings.global_batch.check(config)
     store = dist.PrefixStore(f"gen{environment.generation}", _store(environment, settings))
     world = build(
         dist.PrefixStore("world", store), environment.rank, config, environment.generation, settings.device,
@@ -79,7 +79,7 @@ def _entered(
 ) -> tuple[LiveGeneration, int]:
     """The generation with its state, in its active `world`, and its first step."""
     context = ParallelContext(
-        config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch
+        config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch.size
     )
 
     def build_state() -> TrainState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from etc_agent.worker.batch import batch_of
+from etc_agent.worker.data.batch import batch_of
 
 CPU = torch.device("cpu")
 

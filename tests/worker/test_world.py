@@ -17,7 +17,7 @@ from oracle import assert_same_bits, gathered
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.state.rng import carried_stream, derived_seed
 from etc_agent.worker.change.state.shard_dumps import dump_shards
-from etc_agent.worker.context import check_global_batch
+from etc_agent.worker.data.division import GlobalBatch
 
 CPU = torch.device("cpu")
 
@@ -103,9 +103,9 @@ def test_new_streams_differ_between_ranks_generations_and_seeds() -> None:
 
 
 def test_a_global_batch_that_dp_does_not_divide_is_refused_with_what_would_do() -> None:
-    check_global_batch(12, ParallelConfig(dp=6))
+    GlobalBatch(12).check(ParallelConfig(dp=6))
     with pytest.raises(ValueError, match="12 cannot be divided over dp=5; choose dp from 1, 2, 3, 4, 6, 12"):
-        check_global_batch(12, ParallelConfig(dp=5))
+        GlobalBatch(12).check(ParallelConfig(dp=5))
 
 
 def written_by_hand(directory: Path, side: str, rank: int, offset: int, payload: list[int]) -> None:

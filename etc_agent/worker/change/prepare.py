@@ -234,6 +234,6 @@ def _following(task: Task, groups: Groups, state: TrainState | None) -> LiveGene
     if state is None or groups.world is None or rank is None:
         return None
     context = ParallelContext(
-        generation.config, groups.world.mesh, rank, settings.device, generation.id, settings.global_batch
+        generation.config, groups.world.mesh, rank, settings.device, generation.id, settings.global_batch.size
     )
     return LiveGeneration(generation.id, groups.world, groups.vote, state, context, groups.copies)
