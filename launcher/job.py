@@ -240,6 +240,13 @@ class CheckpointSection(Section):
     stop_s: Seconds = 120.0
 
 
+class TelemetrySection(Section):
+    metrics_port: Text | Annotated[int, Field(ge=0)] | None = None
+    events: RelativePath | None = None
+    verdict: RelativePath | None = None
+    left_exit_code: Annotated[int, Field(ge=0, le=125)] = 0
+
+
 class Job(Section):
     """A whole job file. A None field is not given, so that the environment, or the default, decides."""
 
@@ -263,6 +270,7 @@ class Job(Section):
     monitor_interval_s: Seconds | None = None
     timeouts: TimeoutsSection = TimeoutsSection()
     logs: LogsSection = LogsSection()
+    telemetry: TelemetrySection = TelemetrySection()
     env: Annotated[dict[str, str], AfterValidator(_not_launchers)] = {}
 
     @property

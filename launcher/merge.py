@@ -21,6 +21,7 @@ from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
 from launcher.job import Job
 from launcher.options import ELASTIC_BACKEND
+from launcher.telemetry import telemetry
 from launcher.timeouts import with_rdzv_conf
 from launcher.torchrun_config import discard, launch_config
 
@@ -82,6 +83,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         timeouts=timeouts,
         checkpoint=saved,
         env={**(saved.variables() if saved else {}), **job.env},
+        telemetry=telemetry(given),
     )
     try:
         _check_configs(given, settings)

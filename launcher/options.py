@@ -25,6 +25,10 @@ _VARIABLES = {
     "preflight": "ETC_PREFLIGHT",
     "preemption_probe": "ETC_PREEMPTION_PROBE",
     "forward_signals": "ETC_FORWARD_SIGNALS",
+    "metrics_port": "ETC_METRICS_PORT",
+    "events": "ETC_EVENTS",
+    "verdict": "ETC_VERDICT",
+    "left_exit_code": "ETC_LEFT_EXIT_CODE",
     "etcd_endpoints": "ETC_ENDPOINTS",
     "etcd_prefix": "ETC_PREFIX",
     "etcd_user": "ETC_USER",
@@ -40,6 +44,10 @@ _HELP = {
     "preflight": ("COMMAND", "Must exit 0 before this node joins the job."),
     "preemption_probe": ("COMMAND", "Run every 5 s; once it exits 0 this node hands over its state and leaves."),
     "forward_signals": ("SIGUSR1,...", "Signals to etc-run that are handed on to this node's workers."),
+    "metrics_port": ("[HOST:]PORT", "Serve /metrics, /healthz and /readyz there; HOST is 127.0.0.1 unless given."),
+    "events": ("FILE", "Append what happens to FILE, a JSON object a line; {node} in it is replaced."),
+    "left_exit_code": ("CODE", "Exit code of a node that was taken away and has left the job (default: 0)."),
+    "verdict": ("FILE", "Say in FILE how and why etc-run ends on this node; {node} in it is replaced."),
     "etcd_endpoints": ("HOST:PORT,...", "etcd v3 servers, with commas between them; https://HOST:PORT for TLS."),
     "etcd_prefix": ("/PREFIX", "All keys lie under this prefix and the run id (default: /etc-run)."),
     "etcd_user": ("NAME", "etcd user. Its password comes from ETC_PASSWORD or --etcd-password-file."),
@@ -130,6 +138,24 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         if not args.config:
             parser.error("the following arguments are required: training_script, training_script_args")
     return CommandLine(args, typed, _from_environment(parser, typed))
+
+
+def typed_before_script(argv: Sequence[str], name: str) -> str | None:
+    """The value of option `name` in a command line that the parser refuses; what stands behind the training script
+    belongs to that."""
+    options = build_parser()._option_string_actions
+    words = iter(argv)
+    for word in words:
+        spelled, equals, value = word.partition("=")
+        if not spelled.startswith("-"):
+            return None
+        action = options.get(spelled)
+        if action is None or action.nargs == 0:
+            continue
+        found = value if equals else next(words, None)
+        if action.dest == name:
+            return found
+    return None
 
 
 def command_line_of(args: argparse.Namespace) -> CommandLine:

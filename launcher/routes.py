@@ -11,16 +11,20 @@ import os
 import sys
 from collections.abc import Sequence
 from enum import Enum
+from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from etc_agent.agent.ending import Ending
 from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.telemetry.verdict import Verdict, write
 from etc_agent.errors import EtcError
 from launcher.error_file import write_end, write_error
 from launcher.given import Given
 from launcher.merge import job_settings
 from launcher.options import ELASTIC_BACKEND, CommandLine, parse_command_line
+from launcher.telemetry import verdict_file, verdict_of
 
 
 class Route(Enum):
@@ -91,8 +95,17 @@ def _run_as_torchrun(args: argparse.Namespace) -> None:
 def run_command_line(argv: Sequence[str]) -> int:
     """Run the job; the exit code is the job's, or 2 where it could not be read."""
     try:
-        settings = read(argv)
+        line = parse_command_line(argv)
     except EtcError as error:
+        return _complain(error, 2)
+    except SystemExit as ended:  # by torchrun's parser, which has said why; 0 for --help
+        if ended.code:
+            _refuse(verdict_file(argv), EtcError("the command line cannot be read"))
+        raise
+    try:
+        settings = choose(line)
+    except EtcError as error:
+        _refuse(verdict_of(line), error)
         return _complain(error, 2)
     hide_password()
     if isinstance(settings, argparse.Namespace):
@@ -105,7 +118,13 @@ def run_command_line(argv: Sequence[str]) -> int:
     except EtcError as error:
         return _complain(error, 1)
     write_end(end)
-    return end.exit_code
+    has_left = end.ending is Ending.LEFT and end.start_again
+    return settings.telemetry.left_exit_code if has_left else end.exit_code
+
+
+def _refuse(file: Path | None, error: EtcError) -> None:
+    """Write a verdict on a mistake in what was given: another try will not help."""
+    write(file, Verdict.refused("", error, 2, start_again=False))
 
 
 def hide_password() -> None:

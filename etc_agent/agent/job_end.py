@@ -8,6 +8,8 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from etc_agent.agent.ending import Ending
+
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
@@ -15,7 +17,8 @@ class JobEnd:
 
     `stopped_by`: the signal that ended the job here, if any. `failures`: of this node's workers, by rank, the one that
     most likely caused the others first. `returned`: rank -> the return value of that worker's function, for this node's
-    workers; None for each that runs a program.
+    workers; None for each that runs a program. `ending`, `start_again`: as in `agent.ending.End`. `step`: the first
+    step that has not been completed, where steps are known.
     """
 
     exit_code: int
@@ -23,3 +26,6 @@ class JobEnd:
     stopped_by: int | None = None
     failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
     returned: Mapping[int, Any] = field(default_factory=dict)
+    ending: Ending = Ending.STOPPED
+    start_again: bool = False
+    step: int | None = None

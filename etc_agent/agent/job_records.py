@@ -12,7 +12,7 @@ from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.controls import Cordon, Order, parse_cordon, parse_order, parse_pause
 from etc_agent.reconfig.goodput import Goodput
 from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Request, Testimony
+from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Reply, Request, Testimony
 from etc_agent.rendezvous.etcd.values import KeyValue
 from etc_agent.rendezvous.keys import JobKeys
 
@@ -68,7 +68,7 @@ class RecordReader:
             item = snapshot.get(key)
             return parsed.get((key, item.mod_revision)) if item else None
 
-        record, account, goodput = at(keys.current), at(keys.account), at(keys.status)
+        record, account, goodput, reply = at(keys.current), at(keys.account), at(keys.status), at(keys.reply)
         leader = snapshot.get(keys.leader)
         stop = snapshot.get(keys.stop)
         incarnation = at(keys.job)
@@ -85,6 +85,7 @@ class RecordReader:
             paused=isinstance(at(keys.pause), Order),
             cordons=tuple(cordons),
             stop=parse_order(stop.value.decode(errors="replace")) if stop else None,
+            reply=reply if isinstance(reply, Reply) else None,
             history=history,
             account=account if isinstance(account, Account) else Account(),
             goodput=goodput if isinstance(goodput, Goodput) else None,
@@ -111,6 +112,8 @@ class RecordReader:
                 return parse_pause(item.value.decode(errors="replace"))
             if item.key.startswith(keys.history_prefix):
                 return History.from_json(json.loads(item.value))
+            if item.key == keys.reply:
+                return Reply.from_json(json.loads(item.value))
             if item.key == keys.account:
                 return Account.from_json(json.loads(item.value))
             if item.key == keys.status and (goodput := json.loads(item.value).get("goodput")):

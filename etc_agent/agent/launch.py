@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import socket
 import sys
 import traceback
@@ -41,13 +42,15 @@ from etc_agent.agent.safety.signals import (
 )
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
+from etc_agent.agent.telemetry import verdict
+from etc_agent.agent.telemetry.telemetry import Telemetry
 from etc_agent.errors import EtcError
 from etc_agent.places import socket_folder
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import NodeRecord
 from etc_agent.rendezvous.addresses import LOOPBACK, node_name, reachable_address
 from etc_agent.rendezvous.etcd.client import EtcdClient
-from etc_agent.rendezvous.etcd.errors import NameTakenError
+from etc_agent.rendezvous.etcd.errors import EtcdUnavailable, NameTakenError
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.membership import Membership
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
@@ -65,6 +68,20 @@ def run_job(settings: JobSettings) -> JobEnd:
     Raises:
         EtcError: it could not start; the message says why in one line.
     """
+    file, run_id = settings.telemetry.verdict, settings.run_id
+    if file is not None:
+        verdict.begin(file, run_id)
+    try:
+        end = _run(settings)
+    except Exception as error:
+        may_pass = isinstance(error, EtcdUnavailable)
+        verdict.write(file, verdict.Verdict.refused(run_id, error, 1, start_again=may_pass))
+        raise
+    verdict.write(file, verdict.Verdict.of(run_id, end))
+    return end
+
+
+def _run(settings: JobSettings) -> JobEnd:
     _log_to_stderr()
     handled = heeded(parse_signals(settings.launch_config.signals_to_handle))
     forwarded = heeded(settings.forward_signals)
@@ -72,8 +89,12 @@ def run_job(settings: JobSettings) -> JobEnd:
     events = TorchEvents(settings.launch_config, settings.entrypoint)
     try:
         with worker_program(settings) as program, interrupting(handled), dropping(forwarded), ExitStack() as stack:
-            agent = _assemble(settings, program, stack, handled, forwarded, events)
-            end = agent.run()
+            guardian = Guardian()
+            stack.callback(guardian.close)
+            name = node_name(settings.local_addr or socket.gethostname())
+            telemetry = stack.enter_context(Telemetry(settings.telemetry, settings.run_id, name))
+            end = _assemble(settings, program, stack, handled, forwarded, events, guardian, telemetry).run()
+            telemetry.ended(end.exit_code, end.why)
         if end.stopped_by is not None:
             events.agent_broken(f"stopped by a signal; exit code {end.exit_code}")
         else:
@@ -85,19 +106,25 @@ def run_job(settings: JobSettings) -> JobEnd:
     except SignalReceived as received:
         events.agent_broken(f"stopped by {received}")
         logger.error("stopped by %s", received)
-        return JobEnd(128 + received.number, f"stopped by {received}", received.number)
+        why, again = f"stopped by {received}", received.number != signal.SIGINT
+        return JobEnd(128 + received.number, why, received.number, start_again=again)
     finally:
         remove_empty_logs(settings.launch_config.logs_specs, settings.run_id)
 
 
 def _assemble(
-    settings: JobSettings, program: Program, stack: ExitStack, handled: Signals, forwarded: Signals, events: TorchEvents
+    settings: JobSettings,
+    program: Program,
+    stack: ExitStack,
+    handled: Signals,
+    forwarded: Signals,
+    events: TorchEvents,
+    guardian: Guardian,
+    telemetry: Telemetry,
 ) -> NodeAgent:
     """Create everything in order; `stack` undoes it in reverse order in any case."""
     stack.callback(ignore, handled)
     allow_open_files(settings.num_slots)
-    guardian = Guardian()
-    stack.callback(guardian.close)
     if settings.preflight is not None:
         check_node(settings.preflight, settings.env, guardian)
     run_folder = socket_folder("etc-run-")
@@ -123,7 +150,7 @@ def _assemble(
     logs = NodeLogs(settings.launch_config.logs_specs, _log_folder(settings), settings.num_slots)
     agent = NodeAgent(
         settings, program, record, client, keys, mirror, membership, guardian, inbox, incarnation, run_folder,
-        logs, events, stores, _earlier_generation(mirror.snapshot(), keys, membership.key), handled,
+        logs, events, telemetry, stores, _earlier_generation(mirror.snapshot(), keys, membership.key), handled,
     )
     stack.callback(agent.close)
     stack.callback(ignore, handled)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from etc_agent.agent.control_server import ControlServer
-from etc_agent.agent.ending import Facts, end_of
+from etc_agent.agent.ending import End, Ending, Facts, end_of
 from etc_agent.agent.etcd import Followed
 from etc_agent.agent.inbox import ForWorkers, Inbox, Item, Preempted, Said, Signal
 from etc_agent.agent.job_end import JobEnd
@@ -32,6 +32,8 @@ from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.agent.safety.witness import Witness
 from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
+from etc_agent.agent.telemetry.local import node_facts
+from etc_agent.agent.telemetry.telemetry import Telemetry
 from etc_agent.control.channel import SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message, Progress
 from etc_agent.reconfig import member
@@ -75,6 +77,7 @@ class NodeAgent:
         run_folder: Path,
         logs: NodeLogs,
         events: TorchEvents,
+        telemetry: Telemetry,
         stores: Stores,
         earlier_generation: int,
         leave_signals: Collection[int],
@@ -92,9 +95,9 @@ class NodeAgent:
         self._server = ControlServer(run_folder, self._said)
         self._starter = Starter(settings, program, record, logs, events, guardian, self._deaths, str(self._server.path))
         fencing = Fencing(settings.timeouts.lease_s)
+        self._telemetry, self._followed = telemetry, Followed(membership, mirror, fencing.ttl_s)
         self._fence = Fence(
-            fencing, Followed(membership, mirror, fencing.ttl_s), guardian, Speaker(incarnation, record.name),
-            record.address,
+            fencing, self._followed, guardian, Speaker(incarnation, record.name), record.address,
         )
         self._contact, self._logs = f"{record.address}:{self._fence.port}", logs.published
         self._become(replace(record, contact_port=self._fence.port))
@@ -138,8 +141,9 @@ class NodeAgent:
             self._witness.instruct(self._published.instance)
             self._starter.keep_spares(self._idle_slots(records))
             timeout_s = self._lead(records, view)
-            if (exit_code := self._ended(records)) is not None:
-                return self._end(exit_code, records)
+            self._tell(records)
+            if (end := self._ended(records)) is not None:
+                return self._end(end, records)
 
     def close(self) -> None:
         """End every worker, give the lead back and close the control socket. Idempotent."""
@@ -367,17 +371,31 @@ class NodeAgent:
             self._election = None
         return _TICK_S
 
+    def _tell(self, records: JobRecords) -> None:
+        """Show the outside what this node knows, where it was asked for."""
+        name = self._record.name
+        facts = node_facts(
+            self._settings, name, self._workers, self._followed,
+            num_spares=len(self._starter.spares.indices),
+            is_leader=records.leader == name,
+            is_leaving=self._is_leaving(records),
+        )
+        self._telemetry.observe(records, facts)
+
     # ---- the end --------------------------------------------------------------------------------------------------
 
-    def _end(self, exit_code: int, records: JobRecords) -> JobEnd:
-        is_signalled = exit_code > 128 and bool(self._leaving.signals)
+    def _end(self, end: End, records: JobRecords) -> JobEnd:
+        is_signalled = end.exit_code > 128 and bool(self._leaving.signals)
         generation = records.generations.get(records.current.committed)
+        progress, goodput = self._workers.progress(), records.goodput
+        steps = [progress.step if progress else None, goodput.step if goodput else None]
         return JobEnd(
-            exit_code, records.current.why, exit_code - 128 if is_signalled else None,
-            self._workers.failures(generation), self._workers.returned(generation),
+            end.exit_code, records.current.why or end.why, end.exit_code - 128 if is_signalled else None,
+            self._workers.failures(generation), self._workers.returned(generation), end.ending, end.start_again,
+            max((step for step in steps if step is not None), default=None),
         )
 
-    def _ended(self, records: JobRecords) -> int | None:
+    def _ended(self, records: JobRecords) -> End | None:
         now = time.monotonic()
         if self._workers.are_running or self._mirror.is_connected:
             self._alone_since = now
@@ -394,9 +412,14 @@ class NodeAgent:
                 is_alone=all(node.name == name for node in records.nodes),
                 is_leader=records.leader == name,
                 is_told_to_leave=self._is_leaving(records),
+                is_taken_away=self._leaving.is_told,
                 signals=tuple(self._leaving.signals),
                 is_stopping=self._is_stopping,
                 unheard_s=None if self._mirror.is_connected else now - self._alone_since,
+                has_progressed=self._workers.have_progressed(self._settings.timeouts.start_s)
+                or any(ack.has_stepped for (id_, _), ack in records.acks.items() if id_ == current.committed),
+                is_below_min=len(records.nodes) < self._settings.min_nodes,
+                is_stop_ordered=records.stop is not None,
             ),
             self._settings.timeouts,
         )
@@ -404,9 +427,9 @@ class NodeAgent:
             return None
         if end.why:
             logger.log(end.level, "%s", end.why)
-        if end.has_left:
+        if end.ending is Ending.LEFT:
             self._forget_drain(records)
-        return end.exit_code
+        return end
 
     def _has_finished(self, records: JobRecords) -> bool:
         """Whether this node has workers, and all of them have exited with code 0."""

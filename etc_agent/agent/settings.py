@@ -94,6 +94,21 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
+class TelemetrySettings:
+    """What this node's agent tells to the outside; nothing where None.
+
+    `metrics`: (host, port) that serves /metrics, /healthz and /readyz; port 0: any free one. `events`: the file to
+    which events are appended. `left_exit_code`: of a node that leaves because its scheduler takes it away. `verdict`:
+    the file that says how etc-run has ended here (`agent.telemetry.verdict`).
+    """
+
+    metrics: tuple[str, int] | None = None
+    events: Path | None = None
+    verdict: Path | None = None
+    left_exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Sizes of the model that limit its parallel configs. None: not given, not checked."""
 
@@ -130,7 +145,7 @@ class JobSettings:
     job; 0: never. `failures`: see `Failures`. `warm_spares`: whether idle slots get warm spares. `redundancy`: of the
     workers' state. `checkpoint`: what sessions write in case that all workers have to start afresh. `preflight`: a
     command that must succeed before this node joins. `forward_signals`: signals that are forwarded to the workers.
-    `env`: added to every worker's environment.
+    `env`: added to every worker's environment. `telemetry`: what this node tells to the outside.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -161,6 +176,7 @@ class JobSettings:
     timeouts: Timeouts = field(default_factory=Timeouts)
     checkpoint: Checkpoint | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    telemetry: TelemetrySettings = field(default_factory=TelemetrySettings)
 
     def refusal(self, config: ParallelConfig) -> str | None:
         """Why this job can never run under `config`, with any nodes; None where it may."""

@@ -15,7 +15,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.controls import Cordon, Order
 from etc_agent.reconfig.goodput import Goodput
-from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Outcome, Request, Testimony
+from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Outcome, Reply, Request, Testimony
 from etc_agent.reconfig.view import Policy, View
 from etc_agent.state.layout import Layout
 
@@ -42,6 +42,7 @@ class JobRecords:
     paused: bool = False
     cordons: tuple[Cordon, ...] = ()
     stop: Order | None = None
+    reply: Reply | None = None
     history: Mapping[int, History] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     goodput: Goodput | None = None

@@ -382,6 +382,11 @@ class Reply(_Json):
     message: str
     generation: int | None = None
 
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        record = super(Reply, cls).from_json(value)
+        return replace(record, result=Result(record.result))
+
 
 @dataclass(frozen=True, slots=True)
 class History(_Json):

@@ -9,12 +9,19 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class Course:
     """`step`: the next step, or the one being run. `num_steps`: the number of steps of the whole job. `began`, `ended`:
-    when the last step began and ended (`time.perf_counter`)."""
+    when the last step began and ended (`time.perf_counter`). `step_s`: seconds that the last step took, with what the
+    script did between it and the one before; a change in between does not count."""
 
     step: int = 0
     num_steps: int = 0
     began: float = field(default_factory=time.perf_counter)
     ended: float = field(default_factory=time.perf_counter)
+    step_s: float = 0.0
+    _is_first: bool = True
+    _between_s: float = 0.0
+
+    def reach_safe_point(self) -> None:
+        self._between_s = 0.0 if self._is_first else time.perf_counter() - self.ended
 
     def begin_step(self) -> None:
         self.began = time.perf_counter()
@@ -22,7 +29,10 @@ class Course:
     def end_step(self) -> None:
         self.step += 1
         self.ended = time.perf_counter()
+        self.step_s = self._between_s + self.ended - self.began
+        self._is_first = False
 
     def stand_still(self) -> None:
         """No step was run: the time until now counts for none."""
         self.began = self.ended = time.perf_counter()
+        self._is_first = True

@@ -12,7 +12,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.controls import Order, parse_pause
 from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, NodeState, Outcome, Reply, Result
+from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, NodeState, Outcome, Reply
 from etc_agent.rendezvous.etcd.client import MOST_READS, EtcdClient
 from etc_agent.rendezvous.etcd.errors import EtcdError
 from etc_agent.rendezvous.etcd.values import Get, GetPrefix, KeyValue
@@ -178,10 +178,8 @@ def current_of(entries: Mapping[str, KeyValue], keys: JobKeys) -> Current:
 
 def reply_of(entries: Mapping[str, KeyValue], keys: JobKeys) -> Reply | None:
     """The leader's last answer to a request."""
-    if (item := entries.get(keys.reply)) is None:
-        return None
-    fields = _object(item)
-    return Reply.from_json({**fields, "result": Result(fields["result"])})
+    item = entries.get(keys.reply)
+    return Reply.from_json(_object(item)) if item else None
 
 
 def _first_reads(keys: JobKeys) -> list[Get | GetPrefix]:

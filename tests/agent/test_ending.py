@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from etc_agent.agent.ending import End, Facts, end_of
+from etc_agent.agent.ending import End, Ending, Facts, end_of
 from etc_agent.agent.settings import Timeouts
 from etc_agent.reconfig.records import Current, Outcome
 
@@ -65,7 +65,7 @@ def test_without_etcd_it_ends_in_a_stated_time_and_with_0_where_all_its_workers_
 
 def test_how_the_job_failed_is_said_once_by_its_leader_and_by_every_other_node() -> None:
     failed = replace(TRAINING, current=ended(Outcome.FAILED, 1))
-    assert end_of(replace(failed, is_leader=True), TIMEOUTS) == End(1)
+    assert end_of(replace(failed, is_leader=True), TIMEOUTS) == End(1, Ending.FAILED)
     other = end_of(failed, TIMEOUTS)
     assert other is not None
     assert other.why == "the job failed: the reason"

@@ -259,6 +259,15 @@ class LocalWorkers:
             for worker in self._workers.values()
         )
 
+    def have_progressed(self, start_s: float) -> bool:
+        """Whether one has completed a step; or, without a session, has run for longer than `start_s`."""
+        now = time.monotonic()
+        return any(
+            worker.progress is not None
+            or (not worker.in_session and (worker.ended_at or now) - worker.started_at > start_s)
+            for worker in self._workers.values()
+        )
+
     def tell(self, index: int, generation: int, message: Message) -> None:
         """Send `message` to a worker, unless it was sent before."""
         worker = self._workers[index]

@@ -14,8 +14,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from etc_agent.agent.telemetry.samples import Family, Kind, NodeFacts, families, not_ready
+from etc_agent.agent.telemetry.facts import NodeFacts
+from etc_agent.agent.telemetry.samples import Family, Kind, families, not_ready
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.account import Distribution
 from etc_agent.reconfig.observing import JobRecords
@@ -49,8 +51,10 @@ class Exporter:
         self._thread.start()
 
     @property
-    def port(self) -> int:
-        return int(self._server.server_port)
+    def address(self) -> str:
+        """``host:port``, as in a URL."""
+        host, port = self._server.server_address[:2]
+        return f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
 
     def observe(self, records: JobRecords, facts: NodeFacts) -> None:
         """Show these from now on. Called once a turn of the agent's loop."""
@@ -112,7 +116,7 @@ def _metric(family: Family) -> Metric:
             metric = histogram = HistogramMetricFamily(family.name, family.help, labels=labels)
             for sample in family.samples:
                 assert isinstance(sample.value, Distribution)
-                bounds = [("+Inf" if le == float("inf") else f"{le:g}", n) for le, n in sample.value.cumulative]
+                bounds = [(floatToGoString(bound), count) for bound, count in sample.value.cumulative]
                 histogram.add_metric(list(sample.labels.values()), bounds, sample.value.sum_s)
     return metric
 

@@ -8,9 +8,10 @@ the label ``node`` too, and can be summed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
+from etc_agent.agent.telemetry.facts import NodeFacts, WorkerState
 from etc_agent.parallel.generation import Trigger
 from etc_agent.reconfig.account import Account, Distribution
 from etc_agent.reconfig.observing import JobRecords
@@ -45,17 +46,6 @@ class Family:
     samples: tuple[Sample, ...]
 
 
-class WorkerState(StrEnum):
-    """What a process in a slot of this node does. `PLAIN`: it runs a script without a session, which reports no steps.
-    `SPARE`: it is a warm spare."""
-
-    STARTING = "starting"
-    TRAINING = "training"
-    PLAIN = "plain"
-    HUNG = "hung"
-    SPARE = "spare"
-
-
 class JobPhase(StrEnum):
     """What the job does. `WAITING`: there is no generation yet. `STEADY`: one is committed and none proposed."""
 
@@ -66,30 +56,6 @@ class JobPhase(StrEnum):
     HELD = "held"
     LOSS = "loss"
     ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """What this node knows of itself.
-
-    `max_restarts`: the job's restart budget. `etcd_seen_at`: when etcd was last heard from, in seconds since 1970;
-    `now` likewise. `step`, `step_s`: the next step of its furthest worker, and the seconds that its last one took; None
-    and 0 without workers that have stepped. `is_leaving`: it was told to leave. `is_registered`: its record is
-    certainly in etcd. `workers`: how many are in which state.
-    """
-
-    run_id: str
-    node: str
-    version: str
-    max_restarts: int
-    now: float
-    etcd_seen_at: float
-    is_leader: bool = False
-    is_registered: bool = False
-    is_leaving: bool = False
-    step: int | None = None
-    step_s: float = 0.0
-    workers: Mapping[WorkerState, int] = field(default_factory=dict)
 
 
 def phase_of(records: JobRecords) -> JobPhase:
@@ -116,7 +82,7 @@ def not_ready(records: JobRecords, facts: NodeFacts) -> str:
     phase = phase_of(records)
     if phase in (JobPhase.WAITING, JobPhase.HELD, JobPhase.ENDED):
         return f"the job is {phase}"
-    if starting := facts.workers.get(WorkerState.STARTING):
+    if starting := facts.num_workers.get(WorkerState.STARTING):
         return f"{starting} workers are starting"
     return ""
 
@@ -164,11 +130,13 @@ def _of_job(records: JobRecords, facts: NodeFacts) -> tuple[Family, ...]:
 
 def _of_node(facts: NodeFacts) -> tuple[Family, ...]:
     node = {"run_id": facts.run_id, "node": facts.node}
+    present = [state for state in WorkerState if state is not WorkerState.ENDED]
+    states = {**{str(state): facts.num_workers.get(state, 0) for state in present}, "spare": facts.num_spares}
     found = [
         _gauge("is_leader", "1 on the node that leads the job.", Sample(node, facts.is_leader)),
         _gauge(
-            "workers", "Worker processes on this node by state.",
-            *(Sample({**node, "state": state}, facts.workers.get(state, 0)) for state in WorkerState),
+            "workers", "Processes on this node by state; spare: warm spares.",
+            *(Sample({**node, "state": state}, count) for state, count in states.items()),
         ),
         _gauge("lease_held", "1 while this node's record is certainly in etcd.", Sample(node, facts.is_registered)),
         _gauge(

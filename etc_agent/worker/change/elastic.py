@@ -118,6 +118,8 @@ class Elastic:
         if error is not None and _is_failure(error):
             self._conversation.introduce()
             self._conversation.send(Raised(one_line(error), kind_of(error)))
+        elif self._course.step_s:
+            self._conversation.send(self._progress())
         if self._saver is not None:
             self._saver.close(error)
         self._conversation.close()
@@ -131,6 +133,7 @@ class Elastic:
 
     def safe_point(self) -> None:
         """Between two steps: enter the generation for which the last vote found every rank armed, if any."""
+        self._course.reach_safe_point()
         self._between_steps()
         while self._is_held and self._course.step < self._course.num_steps:
             self._hold()
@@ -268,9 +271,11 @@ class Elastic:
         if course.ended - self._last_progress < _PROGRESS_INTERVAL_S:
             return
         self._last_progress = course.ended
-        self._conversation.send(
-            Progress(self._in_force(), course.step, course.num_steps, course.ended - course.began, self._copied())
-        )
+        self._conversation.send(self._progress())
+
+    def _progress(self) -> Progress:
+        course = self._course
+        return Progress(self._in_force(), course.step, course.num_steps, course.step_s, self._copied())
 
     def _send_switched(self, prepared: PreparedGeneration, outcome: Switch) -> None:
         moved = outcome.report
