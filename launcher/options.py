@@ -143,7 +143,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 def typed_before_script(argv: Sequence[str], name: str) -> str | None:
     """The value of option `name` in a command line that the parser refuses; what stands behind the training script
     belongs to that."""
-    options = build_parser()._option_string_actions
+    options = {spelled: action for action in build_parser()._actions for spelled in action.option_strings}
     words = iter(argv)
     for word in words:
         spelled, equals, value = word.partition("=")
