@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.settings import JobSettings
@@ -22,8 +23,9 @@ from etc_agent.reconfig.goodput import Goodput
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import indices
 from etc_agent.reconfig.observing import JobRecords, Observer
+from etc_agent.reconfig.outlook import Outlook
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
-from etc_agent.reconfig.survival import Survival, by_grid, by_layout
+from etc_agent.reconfig.survival import by_grid
 from etc_agent.reconfig.tidy import Outdated, outdated
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
 from etc_agent.rendezvous.attempts import Attempts
@@ -58,8 +60,7 @@ class Leadership:
         self._observer = Observer()
         self._status: dict[str, object] = {}
         self._status_at = 0.0
-        self._survival_of: tuple[int, bool] | None = None
-        self._survives = Survival(worker=False, node=False, known_by="grid")
+        self._outlook: Outlook | None = None
         self._complaint = ""
 
     def observe(self, records: JobRecords, connected_s: float, alive_at: Mapping[str, float]) -> View:
@@ -197,7 +198,7 @@ class Leadership:
             "nodes": list(committed.nodes),
             "goodput": goodput.to_json(),
             "why": why,
-            "survives": self._survival(committed).to_json(),
+            "survives": self._can_lose(committed, progress),
         }
         if status != self._status:
             assert self._writer is not None
@@ -205,14 +206,15 @@ class Leadership:
             self._has_written()
             self._status, self._status_at = status, time.monotonic()
 
-    def _survival(self, committed: Generation) -> Survival:
-        """What the job can lose now. Worked out once for each generation, and again when its layout gets known."""
+    def _can_lose(self, committed: Generation, progress: messages.Progress | None) -> dict[str, Any]:
+        """What the job can lose now. Worked out once for each generation, when its layout gets known."""
         layout = self._descriptions.get(committed.config)
-        known = (committed.id, isinstance(layout, tuple))
-        if known != self._survival_of:
-            self._survival_of = known
-            self._survives = by_layout(layout, committed) if isinstance(layout, tuple) else by_grid(committed)
-        return self._survives
+        if not isinstance(layout, tuple):
+            return by_grid(committed).to_json()
+        if self._outlook is None or self._outlook.generation.id != committed.id:
+            self._outlook = Outlook.of(layout, committed, self._policy.redundancy)
+        copied = progress.copied if progress is not None and progress.generation == committed.id else -1
+        return self._outlook.to_json(copied if copied >= 0 else None)
 
 
 def policy_of(settings: JobSettings) -> Policy:
@@ -225,6 +227,7 @@ def policy_of(settings: JobSettings) -> Policy:
         refuse=settings.refusal,
         max_restarts=settings.max_restarts,
         alike_failures=settings.alike_failures,
+        redundancy=settings.redundancy,
         pack=settings.pack,
         settle_s=timeouts.settle_s,
         prepare_s=timeouts.prepare_s,

@@ -8,15 +8,14 @@ from typing import Any
 
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.state.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Survival:
     """Whether the job can lose any one `worker`, and any one `node`, and keep all state.
 
-    `known_by`: ``layout``, the model's own account of who holds what; or ``grid``, the degrees alone, which do not tell
-    of state that is split over dp, as ZeRO's optimizers do.
+    `known_by`: ``grid``, the degrees alone, which do not tell of state that is split over dp, as ZeRO's optimizers do.
+    The model's own account of who holds what is in `reconfig.outlook`.
     """
 
     worker: bool
@@ -25,12 +24,6 @@ class Survival:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def by_layout(layout: Layout, generation: Generation) -> Survival:
-    """From who holds which box. A box that others hold only in parts counts as held by one."""
-    held = ((shard, slot) for manifest, slot in zip(layout, generation.placement, strict=True) for shard in manifest)
-    return _survival(held, "layout")
 
 
 def by_grid(generation: Generation) -> Survival:

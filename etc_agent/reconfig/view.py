@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from etc_agent.control.redundancy import Redundancy
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Topology
@@ -24,6 +25,7 @@ class Policy:
     `refuse`: config -> why it is never possible, in one line, or None; from the job file. The model is asked later.
     `alike_failures`: this many equal failures before the first step end the job, whatever is left of `max_restarts`; 0:
     no limit.
+    `redundancy`: of the workers' state.
     `pack`: whether to use as few nodes as possible; None: only when shrinking.
     `settle_s`: how long the set of nodes must be unchanged before nodes that joined are used.
     `prepare_s`: longest time for a proposed generation to be prepared.
@@ -44,6 +46,7 @@ class Policy:
     refuse: Callable[[ParallelConfig], str | None] = lambda _: None
     max_restarts: int = 0
     alike_failures: int = 3
+    redundancy: Redundancy = field(default_factory=Redundancy)
     pack: bool | None = None
     settle_s: float = 1.0
     prepare_s: float = 300.0

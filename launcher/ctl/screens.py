@@ -169,6 +169,8 @@ def _goodput(known: Mapping[str, Any] | None) -> str:
 def _survives(known: Mapping[str, Any] | None) -> str:
     if known is None:
         return ""
+    if "said" in known:
+        return escape(known["said"])
     what = "any one node" if known["node"] else "any one worker" if known["worker"] else "no worker without a restart"
     is_sure = known.get("known_by") != "grid" or not known["worker"]
     return what if is_sure else f"{what}, if no state is split over dp (ZeRO)"

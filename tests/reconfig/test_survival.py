@@ -7,11 +7,7 @@ import pytest
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.survival import Survival, by_grid, by_layout
-from etc_agent.state.boxes import Box
-from etc_agent.state.layout import LogicalTensor, Shard
-
-WEIGHT, MOMENT = LogicalTensor("w", (4,), "float32", 4), LogicalTensor("m", (4,), "float32", 4)
+from etc_agent.reconfig.survival import Survival, by_grid
 
 
 def generation(config: str, *slots: str) -> Generation:
@@ -34,12 +30,3 @@ def test_replicas_on_other_workers_and_nodes_are_what_a_job_survives_by(
     config: str, slots: tuple[str, ...], survival: Survival
 ) -> None:
     assert by_grid(generation(config, *slots)) == survival
-
-
-def test_a_layout_tells_of_state_that_is_split_over_dp() -> None:
-    whole, halves = Shard(WEIGHT, Box((0,), (4,))), [Shard(MOMENT, Box((at,), (2,))) for at in (0, 2)]
-    two = generation("DP2", "a/0", "b/0")
-    assert by_layout(((whole,), (whole,)), two) == Survival(True, True, "layout")
-    assert by_layout(((whole, halves[0]), (whole, halves[1])), two) == Survival(False, False, "layout")
-    four = generation("DP4", "a/0", "b/0", "a/1", "b/1")
-    assert by_layout(tuple((whole, halves[rank // 2]) for rank in range(4)), four) == Survival(True, True, "layout")
