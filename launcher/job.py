@@ -263,7 +263,7 @@ class Job(Section):
     preemption: Annotated[PreemptionSection, BeforeValidator(_command_only)] | None = None
     checkpoint: Annotated[CheckpointSection, BeforeValidator(_folder_only)] | None = None
     forward_signals: list[Text] = []
-    spares: Literal["warm", "cold"] = "warm"
+    spares: Literal["warm", "cold", "reserve"] = "warm"
     redundancy: Annotated[RedundancySection, BeforeValidator(_scheme_only)] = RedundancySection(scheme=Scheme.NONE)
     alike_failures: Annotated[int, Field(ge=0)] = 0
     failures: FailuresSection = FailuresSection()

@@ -10,7 +10,7 @@ import os
 import uuid
 from typing import Any
 
-from etc_agent.agent.settings import Failures, JobSettings, Timeouts
+from etc_agent.agent.settings import Failures, JobSettings, Spares, Timeouts
 from etc_agent.control.redundancy import Redundancy
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
@@ -74,7 +74,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         max_restarts=config.max_restarts,
         alike_failures=job.alike_failures,
         failures=_failures(job),
-        warm_spares=_warm_spares(given),
+        spares=_spares(given),
         redundancy=Redundancy(**job.redundancy.model_dump()),
         preflight=preflight(given),
         preemption=preemption(given),
@@ -159,11 +159,11 @@ def _timeouts(given: Given) -> Timeouts:
     return with_rdzv_conf(Timeouts(**given.job.timeouts.model_dump(exclude_none=True)), given.rdzv_conf)
 
 
-def _warm_spares(given: Given) -> bool:
+def _spares(given: Given) -> Spares:
     text = os.environ.get("ETC_SPARES") or given.job.spares
-    if text not in ("warm", "cold"):
-        raise EtcError(f"ETC_SPARES: expected warm or cold, got {text!r}")
-    return text == "warm"
+    if text not in list(Spares):
+        raise EtcError(f"ETC_SPARES: expected one of {', '.join(Spares)}, got {text!r}")
+    return Spares(text)
 
 
 def _parse_config(text: str, source: str) -> ParallelConfig:

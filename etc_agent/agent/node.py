@@ -136,9 +136,10 @@ class NodeAgent:
             connected_s = min(self._mirror.connected_for_s, self._fence.followed_s)
             view = self._leadership.observe(records, connected_s, self._fence.alive_at)
             self._act(records, view)
-            self._acknowledge(records)
+            self._offer_spares()
             self._publish()
             self._witness.instruct(self._published.instance)
+            self._acknowledge(records)
             self._starter.keep_spares(self._idle_slots(records))
             timeout_s = self._lead(records, view)
             self._tell(records)
@@ -172,8 +173,7 @@ class NodeAgent:
     def _hear(self, items: list[Item]) -> None:
         for item in items:
             if isinstance(item, Said) and item.hello.generation == SPARE_GENERATION:
-                if item.message is not None:
-                    self._starter.spares.receive(item.hello, item.channel)
+                self._starter.spares.receive(item.hello, item.channel, item.message)
             elif isinstance(item, Said):
                 described = self._workers.receive(item.hello, item.channel, item.message)
                 if described is not None:
@@ -323,6 +323,12 @@ class NodeAgent:
             return 0.0
         return checkpoint.on_stop_s if self._workers.finish(index) else 0.0
 
+    def _offer_spares(self) -> None:
+        """Publish in which slots a worker can begin at once, before a failure is acknowledged for which that counts."""
+        self._starter.fill(self._workers.vacant)
+        if self._starter.warm_slots != self._record.spares:
+            self._become(replace(self._record, spares=self._starter.warm_slots))
+
     def _idle_slots(self, records: JobRecords) -> frozenset[int]:
         """The slots that should have a warm spare: those without a worker, once the workers have started. A spare in a
         slot that a new generation uses stays until it is taken: the workers of the one before have to end first."""
@@ -332,7 +338,8 @@ class NodeAgent:
             return self._starter.spares.indices
         idle = member.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
         busy = {worker.slot.index for worker in self._workers.all() if worker.process.exit_code is None}
-        return idle | (self._starter.spares.indices - busy)
+        reserve = self._starter.reserve if records.current.committed else frozenset()
+        return idle | reserve | (self._starter.spares.indices - busy)
 
     def _acknowledge(self, records: JobRecords) -> None:
         if not self._acknowledgements.are_due(time.monotonic()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,15 @@ class Preemption:
     grace_s: float | None = None
 
 
+class Spares(StrEnum):
+    """Which warm spares a node keeps: none, one in each idle slot, or one more, which takes the slot of any worker that
+    dies."""
+
+    COLD = "cold"
+    WARM = "warm"
+    RESERVE = "reserve"
+
+
 @dataclass(frozen=True, slots=True)
 class Failures:
     """What follows from the failures of workers. `replaces_raised`: a worker that raises an error of its own is handled
@@ -142,7 +152,7 @@ class JobSettings:
     etcd. `parallel`: the config of generation 1, None to let the planner choose. `allowed`: the only configs that
     may be chosen, None for any. `pack`: prefer few nodes over few bytes; None means when the job shrinks.
     `node_rank`: only where the user gave one. `alike_failures`: this many equal failures before the first step end the
-    job; 0: never. `failures`: see `Failures`. `warm_spares`: whether idle slots get warm spares. `redundancy`: of the
+    job; 0: never. `failures`: see `Failures`. `spares`: which warm spares are kept. `redundancy`: of the
     workers' state. `checkpoint`: what sessions write in case that all workers have to start afresh. `preflight`: a
     command that must succeed before this node joins. `forward_signals`: signals that are forwarded to the workers.
     `env`: added to every worker's environment. `telemetry`: what this node tells to the outside.
@@ -167,7 +177,7 @@ class JobSettings:
     max_restarts: int = 0
     alike_failures: int = 0
     failures: Failures = field(default_factory=Failures)
-    warm_spares: bool = True
+    spares: Spares = Spares.WARM
     redundancy: Redundancy = field(default_factory=Redundancy)
     preflight: UserCommand | None = None
     preemption: Preemption | None = None

@@ -136,6 +136,13 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
+class Warm:
+    """This warm spare has imported everything, and becomes a worker as soon as it is told to begin."""
+
+    type: ClassVar[str] = "warm"
+
+
+@dataclass(frozen=True, slots=True)
 class Position:
     """Answer to WhereAreYou: the main thread is in `phase` of `step`, at `where` (file:line, the innermost that is not
     PyTorch's or ours). `is_waiting`: inside a collective, for other ranks. `generation`: 0 before the first."""
@@ -288,14 +295,14 @@ class Finish:
 
 Message = (
     Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Heartbeat | Plain | Position | Raised
-    | Signalled | Frozen | PeerLost
+    | Signalled | Frozen | PeerLost | Warm
     | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed | Freeze | Agreed | Finish
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
         Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Heartbeat, Plain, Position, Raised,
-        Signalled, Frozen, PeerLost,
+        Signalled, Frozen, PeerLost, Warm,
         Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed, Freeze, Agreed, Finish,
     )
 }

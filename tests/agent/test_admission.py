@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from etc_agent.agent.admission import admit, job_rules
-from etc_agent.agent.settings import JobSettings, ModelFacts, Timeouts
+from etc_agent.agent.settings import JobSettings, ModelFacts, Spares, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.reconfig.records import Current, Outcome
@@ -92,7 +92,7 @@ def test_of_many_that_start_at_once_one_begins_and_the_others_join(client: EtcdC
         {"num_slots": 8},
         {"node_rank": 1},
         {"local_addr": "127.0.0.2"},
-        {"warm_spares": False},
+        {"spares": Spares.COLD},
         {"timeouts": Timeouts(lease_s=LONG_S, drain_s=1.0)},
     ],
     ids=lambda changes: next(iter(changes)),

@@ -41,14 +41,42 @@ def test_a_spare_becomes_a_worker_and_its_log_is_where_the_workers_is(tmp_path: 
     etcd = etcd_of(job)
     wait_for_step(tmp_path, 3)
     first = warm_spare_of(job)
+    (name,) = etcd.get("status")["nodes"]
+    wait_until(lambda: etcd.get(f"nodes/{name}")["spares"] == [1], "the other nodes to know")
     os.kill(first, signal.SIGKILL)
     job.wait_for("the warm spare in slot 1 ended")
+    wait_until(lambda: etcd.get(f"nodes/{name}")["spares"] == [], "the other nodes to know")
     spare = warm_spare_of(job, but=first)
     etcd.scale("2")
     etcd.reply_to("2", "done")
     wait_until(lambda: any(line["pid"] == spare for line in steps_of(tmp_path)), "steps of the spare's process")
     assert (tmp_path / "logs" / "job" / "generation_2" / etcd.get("status")["nodes"][0] / "1" / "stderr.log").exists()
     assert etcd.get("current")["restarts"] == 0
+    job.send(signal.SIGINT)
+    assert job.wait() == 130
+    job.assert_nothing_left()
+
+
+def test_the_reserve_takes_the_slot_of_a_worker_that_dies_and_another_follows_it(
+    tmp_path: Path, cleanup: Cleanup
+) -> None:
+    options = ("--max-restarts", "1", "--tee", "3")
+    prefix = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank} in ${local_rank}] "}
+    environment = {"ETC_SPARES": "reserve", "ETC_LOG_LEVEL": "DEBUG", **prefix}
+    job = cleanup(
+        standalone(tmp_path, TINY_JOB, tmp_path, 100_000, 0.05, slots=2, options=options, environment=environment)
+    )
+    etcd = etcd_of(job)
+    job.wait_for("the warm spare in slot 2 is ready")
+    reserve = warm_spare_of(job)
+    (name,) = etcd.get("status")["nodes"]
+    assert etcd.get(f"nodes/{name}")["spares"] == [], "no slot is free"
+    wait_for_step(tmp_path, 3)
+    victim = next(line["pid"] for line in steps_of(tmp_path) if line["rank"] == 1)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: any(line["pid"] == reserve for line in steps_of(tmp_path)), "steps of the reserve")
+    assert {line["rank"] for line in steps_of(tmp_path) if line["pid"] == reserve} == {1}
+    assert warm_spare_of(job, but=reserve) not in (victim, reserve)
     job.send(signal.SIGINT)
     assert job.wait() == 130
     job.assert_nothing_left()

@@ -248,6 +248,11 @@ class LocalWorkers:
         return any(worker.process.is_stopping for index, worker in self._workers.items() if index in indices)
 
     @property
+    def vacant(self) -> list[int]:
+        """The slots whose workers have failed and ended."""
+        return [index for index, worker in self._workers.items() if worker.process.failure(str(worker.slot))]
+
+    @property
     def are_running(self) -> bool:
         return any(worker.process.exit_code is None for worker in self._workers.values())
 

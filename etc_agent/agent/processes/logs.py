@@ -48,6 +48,12 @@ class NodeLogs:
         """Whether a process can log before it has a rank: not where the user's own LogsSpecs decide."""
         return type(self._specs) is DefaultLogsSpecs
 
+    @property
+    def are_alike(self) -> bool:
+        """Whether all workers of this node log in the same way, whatever their local ranks."""
+        streams = streams_of(self._specs)
+        return not (streams.local_ranks or isinstance(streams.tee, dict) or isinstance(streams.redirects, dict))
+
     def of_spare(self, slot: Slot) -> tuple[LogsSpecs, Path | None]:
         """The LogsSpecs of a new warm spare in `slot`, and the folder of its files, if any."""
         if self._folder is None:

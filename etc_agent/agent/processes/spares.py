@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import sys
 import time
@@ -22,21 +21,21 @@ from etc_agent.agent.processes.programs import Script
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.settings import Spares as Kept
 from etc_agent.control.channel import Channel
-from etc_agent.control.messages import Begin, Hello
+from etc_agent.control.messages import Begin, Hello, Message, Warm
 
 logger = logging.getLogger(__name__)
 
-_RANK = re.compile(r"\$rank\b|\$\{rank\}")
 _RETRY_S = 2.0
 _MOST_RETRY_S = 120.0
 
+
 def spare_program(settings: JobSettings) -> Script | None:
     """The program of a job's warm spares. None where it has none: they are disabled, or the workers run something other
-    than a Python script or module, or a rank is needed before one is known."""
+    than a Python script or module."""
     python, args = os.environ.get("PYTHON_EXEC", sys.executable), [str(arg) for arg in settings.args]
-    prefix = settings.launch_config.log_line_prefix_template or ""
-    if not settings.warm_spares or settings.entrypoint != python or args[:1] != ["-u"] or _RANK.search(prefix):
+    if settings.spares is Kept.COLD or settings.entrypoint != python or args[:1] != ["-u"]:
         return None
     if args[1] != "-m" and (not os.path.isfile(args[1]) or zipfile.is_zipfile(args[1])):
         return None
@@ -48,11 +47,13 @@ class _Spare:
     process: WorkerProcess
     folder: Path | None
     channel: Channel | None = None
+    is_warm: bool = False
 
 
 @dataclass(slots=True)
 class Spares:
-    """The warm spares of one node by slot index.
+    """The warm spares of one node by slot index. The index after the last slot is that of the reserve, which takes the
+    slot of any worker that dies.
 
     `start(index)`: starts a warm spare's process, and returns its log folder too, if any.
     """
@@ -68,6 +69,16 @@ class Spares:
     def indices(self) -> frozenset[int]:
         """The slots that hold a warm spare."""
         return frozenset(self._spares)
+
+    @property
+    def warm(self) -> frozenset[int]:
+        """The slots in which a worker can begin at once."""
+        return frozenset(index for index, spare in self._spares.items() if spare.is_warm)
+
+    def move(self, index: int, to: int) -> None:
+        """The warm spare in slot `index`, if there is a ready one, is for slot `to` from now on, if that has none."""
+        if to not in self._spares and index in self.warm:
+            self._spares[to] = self._spares.pop(index)
 
     def keep(self, indices: Collection[int]) -> None:
         """Keep one warm spare in each slot of `indices` and none elsewhere. Call it regularly."""
@@ -88,12 +99,14 @@ class Spares:
             self.deaths.watch(process.pid)
             self._spares[index] = _Spare(process, folder)
 
-    def receive(self, hello: Hello, channel: Channel) -> None:
-        """A warm spare has sent Hello: from now on it can be used."""
-        spare = self._spares.get(hello.local_rank)
-        if spare is not None and spare.process.pid == hello.pid:
-            spare.channel = channel
-            logger.debug("the warm spare in slot %d is ready", hello.local_rank)
+    def receive(self, hello: Hello, channel: Channel, message: Message | None) -> None:
+        """A warm spare's message. From its Hello on it can be told to begin, and does so once it is warm."""
+        for index, spare in self._spares.items():
+            if spare.process.pid == hello.pid:
+                spare.channel = channel
+                if isinstance(message, Warm):
+                    spare.is_warm = True
+                    logger.debug("the warm spare in slot %d is ready", index)
 
     def take(self, index: int, environment: Mapping[str, str]) -> tuple[WorkerProcess, Path | None] | None:
         """Turn the warm spare in slot `index` into a worker with `environment`. None where there is none ready."""

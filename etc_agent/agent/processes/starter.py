@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from etc_agent.agent.interface import gloo_variables
@@ -17,11 +18,14 @@ from etc_agent.agent.processes.torch_hook import search_path
 from etc_agent.agent.processes.worker_process import WorkerProcess
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.settings import JobSettings
+from etc_agent.agent.settings import Spares as Kept
 from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE
 from etc_agent.control.redundancy import REDUNDANCY_VARIABLE
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.records import NodeRecord
+
+_LOCAL_RANK = re.compile(r"\$\{?local_rank\b")
 
 
 class Starter:
@@ -47,6 +51,8 @@ class Starter:
         self._environment = {**chosen, **search_path({**os.environ, **chosen}), **redundancy}
         self._spare_program = spare_program(settings)
         self.spares = Spares(self._start_spare, guardian, deaths)
+        self._reserve = settings.num_slots
+        self._has_reserve = settings.spares is Kept.RESERVE and self._are_slots_alike()
 
     def start(self, index: int, generation: Generation, restart_count: int, *, joining: bool) -> WorkerProcess:
         """Start the worker in slot `index` for `generation`.
@@ -66,7 +72,7 @@ class Starter:
         )
         if (spare := self.spares.take(index, environment)) is not None:
             process, folder = spare
-            process.begin(environment)
+            process.begin(index, environment)
             self._logs.adopt(folder, slot, generation)
             return process
         logs = self._logs.of(slot, generation, environment)
@@ -76,6 +82,26 @@ class Starter:
         """Keep a warm spare in each slot of `indices` and none elsewhere, if this job can have any."""
         are_possible = self._spare_program is not None and self._logs.admit_spares
         self.spares.keep(indices if are_possible else ())
+
+    @property
+    def reserve(self) -> frozenset[int]:
+        """The index of the reserve for `keep_spares`, where the job file asks for one and there can be one."""
+        return frozenset([self._reserve]) if self._has_reserve else frozenset()
+
+    def fill(self, vacant: Iterable[int]) -> None:
+        """Workers have died in these slots: the reserve is for the first of them."""
+        for index in vacant:
+            self.spares.move(self._reserve, index)
+
+    @property
+    def warm_slots(self) -> tuple[int, ...]:
+        """The slots in which a worker can begin at once."""
+        return tuple(sorted(self.spares.warm - {self._reserve}))
+
+    def _are_slots_alike(self) -> bool:
+        """Whether a process that is started before its slot is known can work in any."""
+        config, words = self._settings.launch_config, map(str, self._settings.args)
+        return config.numa_options is None and self._logs.are_alike and not any(map(_LOCAL_RANK.search, words))
 
     def _start_spare(self, index: int) -> tuple[WorkerProcess, Path | None]:
         assert self._spare_program is not None

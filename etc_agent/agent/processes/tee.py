@@ -29,13 +29,15 @@ Sink = Callable[[str], None]
 class Tee:
     """The streams of one worker that are shown, each followed by a thread.
 
-    `destinations`: of a single worker, whose key is 0. `prefix`: printed before each line. `filters`: for standard
-    output and standard error, the words of which a line must contain one to be copied to the file of filtered lines.
+    `destinations`: of a single worker, whose key is 0. `prefix`: printed before each line; may be changed. `filters`:
+    for standard output and standard error, the words of which a line must contain one to be copied to the file of
+    filtered lines.
     """
 
     def __init__(
         self, destinations: LogsDest, prefix: str, filters: tuple[Sequence[str] | None, Sequence[str] | None]
     ) -> None:
+        self.prefix = prefix
         self._has_ended = threading.Event()
         self._threads = []
         streams = (
@@ -44,7 +46,7 @@ class Tee:
         )
         for files, console, filtered, words in streams:
             if 0 in files:
-                arguments = (Path(files[0]), prefix, console, Path(filtered), tuple(words or ()))
+                arguments = (Path(files[0]), console, Path(filtered), tuple(words or ()))
                 thread = threading.Thread(target=self._follow, args=arguments, name="tee")
                 thread.start()
                 self._threads.append(thread)
@@ -56,7 +58,7 @@ class Tee:
         for thread in self._threads:
             thread.join(_LAST_LINES_S)
 
-    def _follow(self, file: Path, prefix: str, console: TextIO, filtered: Path, words: tuple[str, ...]) -> None:
+    def _follow(self, file: Path, console: TextIO, filtered: Path, words: tuple[str, ...]) -> None:
         while not file.exists():  # a worker that runs a function creates the file itself
             if self._has_ended.wait(_LOOK_EVERY_S):
                 return
@@ -64,9 +66,9 @@ class Tee:
         try:
             with file.open("rb") as log:
                 for line in lines(log, self._has_ended, console.flush):
-                    console.write(prefix + line)
+                    console.write(self.prefix + line)
                     if copy is not None and any(word in line for word in words):
-                        copy.write(prefix + line)
+                        copy.write(self.prefix + line)
         except OSError as error:
             print(f"etc-run: {file} is not shown any more: {error.strerror}", file=sys.stderr)
         finally:

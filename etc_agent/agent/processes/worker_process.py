@@ -37,8 +37,10 @@ _FAILURES = {
 class WorkerProcess:
     """A running worker. A torchelastic process context starts and stops as a whole, so each worker has its own."""
 
-    def __init__(self, context: PContext, environment: dict[str, str], events: TorchEvents, tee: Tee) -> None:
-        self._context, self._tee = context, tee
+    def __init__(
+        self, context: PContext, environment: dict[str, str], events: TorchEvents, tee: Tee, launch_config: Any
+    ) -> None:
+        self._context, self._tee, self._launch_config = context, tee, launch_config
         self._environment = environment
         self._events = events
         self.pid: int = context.pids()[0]
@@ -70,15 +72,12 @@ class WorkerProcess:
         Raises:
             EtcError: there is no such program, or it cannot be bound to CPUs.
         """
-        template = launch_config.log_line_prefix_template or f"[{launch_config.role}{slot}]:"
-        prefix = Template(template).safe_substitute(
-            role_name=launch_config.role, rank=environment.get("RANK", "spare"), local_rank=slot
-        )
+        prefix = _prefix(launch_config, slot, environment.get("RANK", "spare"))
         shown = WithoutTee(logs)
         context = program.start(slot, environment, shown)
         assert shown.destinations is not None
         filters = (launch_config.duplicate_stdout_filters, launch_config.duplicate_stderr_filters)
-        process = cls(context, environment, events, Tee(shown.destinations, prefix, filters))
+        process = cls(context, environment, events, Tee(shown.destinations, prefix, filters), launch_config)
         if "RANK" in environment:
             events.worker_started(environment, process.pid)
         return process
@@ -88,9 +87,10 @@ class WorkerProcess:
         """The rank that it was started with."""
         return int(self._environment["RANK"])
 
-    def begin(self, environment: dict[str, str]) -> None:
-        """From now on this warm spare is a worker."""
+    def begin(self, slot: int, environment: dict[str, str]) -> None:
+        """From now on this warm spare is the worker in slot `slot`."""
         self._environment = environment
+        self._tee.prefix = _prefix(self._launch_config, slot, environment["RANK"])
         self._events.worker_started(environment, self.pid)
 
     def poll(self) -> int | None:
@@ -188,6 +188,12 @@ class WorkerProcess:
             self.send_signal(number)
         except PermissionError:
             pass
+
+
+def _prefix(launch_config: Any, slot: int, rank: str) -> str:
+    """What is shown before each line of a worker's output."""
+    template = launch_config.log_line_prefix_template or f"[{launch_config.role}{slot}]:"
+    return Template(template).safe_substitute(role_name=launch_config.role, rank=rank, local_rank=slot)
 
 
 def _signal_name(number: int) -> str:

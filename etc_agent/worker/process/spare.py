@@ -16,12 +16,13 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
 from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE, SPARE_GENERATION, Channel
-from etc_agent.control.messages import Begin, Hello
+from etc_agent.control.messages import Begin, Hello, Warm
 from etc_agent.torch_private.imports import COMPILER
 
 _ALWAYS = ("torch", "torch.distributed.tensor.parallel", "etc_agent.worker.session", COMPILER)
@@ -39,6 +40,8 @@ def main() -> None:
         _import(name)
     for name, parts in _imported_by(_source(command)):
         _import(name, parts)
+    with suppress(OSError):  # the agent is gone, and `receive` says so
+        channel.send(Warm())
     message = channel.receive()
     channel.close()
     if not isinstance(message, Begin):
