@@ -87,7 +87,7 @@ def _entered(
 
     loaded = None
     if settings.checkpoint is not None:
-        loaded = load_newest(build_state, Path(settings.checkpoint.folder), settings, context, world)
+        loaded = load_newest(build_state, Path(settings.checkpoint.folder).absolute(), settings, context, world)
     state, step = (loaded.state, loaded.step) if loaded else _first_values(build_state, environment, script, settings)
     start_stream(settings.seed, environment.generation, environment.rank)
     if loaded is not None and loaded.stream is not None:

@@ -1,9 +1,10 @@
-"""Trains one of three models in a session of a fixed size that writes checkpoints.
+"""Trains a model in a session of a fixed size that writes checkpoints.
 
     checkpoint_ranks.py MODEL CONFIG FOLDER DUMPS NUM_STEPS EVERY
 
-MODEL is gpt (of scripts/), tiny or fsdp. Every rank dumps its shards and random stream to DUMPS when it begins, as the
-side ``new``, and after the last step, as ``old``, and appends the loss of every step to DUMPS/losses-RANK.
+MODEL is gpt (of scripts/), tiny, wide (tiny with more hidden units) or fsdp. Every rank dumps its shards and random
+stream to DUMPS when it begins, as the side ``new``, and after the last step, as ``old``, and appends the loss of every
+step to DUMPS/losses-RANK.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def train_tiny(state: etc.TrainState, parallel: etc.ParallelContext, batch: torc
 MODELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[], Any], int]] = {
     "gpt": (build_gpt, train, lambda: ByteSamples(GPT.data, GPT.sequence, GPT.seed), GPT.global_batch),
     "tiny": (tiny_job.build, train_tiny, tiny_job.Samples, 12),
+    "wide": (tiny_job.build, train_tiny, tiny_job.Samples, 12),
     "fsdp": (fsdp_job.build, train_fsdp, fsdp_job.Samples, 12),
 }
 
@@ -80,6 +82,8 @@ def dump(session: etc.Session, folder: Path, side: str) -> None:
 def main() -> None:
     model, config, folder, dumps, num_steps, every = sys.argv[1:]
     torch.set_num_threads(1)
+    if model == "wide":
+        tiny_job.FAULT["hidden"] = 24
     build_model, train_model, data, global_batch = MODELS[model]
     with etc.session(
         build_model, global_batch=global_batch, seed=7, parallel=config, timeout_s=60.0,

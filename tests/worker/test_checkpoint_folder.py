@@ -16,6 +16,7 @@ from etc_agent.worker.checkpoints.folder import (
     Progress,
     begin,
     check,
+    discard,
     finish,
     is_complete,
     lost_since,
@@ -88,6 +89,18 @@ def test_what_was_not_written_to_its_end_is_no_checkpoint_and_is_removed_by_the_
     assert [path.name for path in newest_first(tmp_path)] == ["step-30", "step-10"]
 
 
+def test_only_unfinished_checkpoints_are_discarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished, mine = complete(tmp_path, 10), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "work").write_text("of a year")
+    left = unfinished(tmp_path, 20)
+    monkeypatch.chdir(mine)
+    for path in (left, finished, mine, Path(), Path(".."), tmp_path):
+        discard(path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-10", "mine"}
+    assert (mine / "work").exists()
+
+
 def test_checkpoints_are_ordered_by_step_and_other_entries_of_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step-final").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
@@ -111,6 +124,18 @@ def test_a_step_that_is_written_again_replaces_the_one_before(tmp_path: Path) ->
     path = complete(tmp_path, 20)
     assert is_complete(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-20"]
+
+
+def test_folders_that_others_have_made_are_neither_replaced_nor_deleted(tmp_path: Path) -> None:
+    theirs = tmp_path / "step-20"
+    theirs.mkdir()
+    (theirs / "weights").write_text("of another program")
+    with pytest.raises(EtcError, match="step-20 is there and is no checkpoint of etc-run"):
+        complete(tmp_path, 20)
+    complete(tmp_path, 30)
+    complete(tmp_path, 40)
+    assert [path.name for path in prune(tmp_path, 1)] == ["step-30"]
+    assert (theirs / "weights").exists()
 
 
 def test_an_unfinished_folder_is_named_after_its_generation(tmp_path: Path) -> None:

@@ -219,6 +219,17 @@ def hang_in_connecting() -> None:
     KeepingMigration.prepare = hang  # type: ignore[method-assign]
 
 
+def flush_slowly(seconds: float) -> None:
+    """Have every flush of a file to the disk take so long more."""
+    flush = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(seconds)
+        flush(descriptor)
+
+    os.fsync = slow  # type: ignore[assignment]
+
+
 def living() -> dict[str, int]:
     """How many objects of those kinds are referred to in this process."""
     gc.collect()
@@ -268,11 +279,14 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
         die_midway(fault["after"])
     if os.environ["LOCAL_RANK"] == str(fault.get("hang_in_connecting")):
         hang_in_connecting()
+    if fault.get("slow_flush_s"):
+        flush_slowly(fault["slow_flush_s"])
     ids: dict[str, Any] = {}
     with etc.session(
         build, global_batch=12, seed=7, record=lambda step, seen: ids.update(step=step, ids=list(seen)),
         timeout_s=fault.get("timeout_s", 60.0), switch_timeout_s=fault.get("switch_timeout_s", 60.0),
         migration=fault.get("migration", "auto"), budget_bytes=fault.get("budget_bytes"),
+        checkpoint=etc.Checkpoint(**fault["checkpoint"]) if "checkpoint" in fault else None,
     ) as session, saving_what_is_left(log, session):
         data = Samples()
         for step in session.steps(num_steps):

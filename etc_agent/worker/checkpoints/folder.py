@@ -69,11 +69,16 @@ def begin(folder: Path, step: int, life: str) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for entry in folder.iterdir():
-        if _UNFINISHED.fullmatch(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+        discard(entry)
     path = unfinished_path(folder, step, life)
     path.mkdir()
     return path
+
+
+def discard(unfinished: Path) -> None:
+    """Remove what `begin` has made, and nothing else."""
+    if _UNFINISHED.fullmatch(unfinished.name):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def finish(written: Path, step: int, marker: dict[str, Any]) -> Path:
@@ -82,18 +87,21 @@ def finish(written: Path, step: int, marker: dict[str, Any]) -> Path:
 
     Raises:
         OSError: the disk is full, say; the checkpoint stays incomplete.
+        EtcError: a folder of that name is there which is no checkpoint of etc-run.
     """
+    path = path_of(written.parent, step)
+    if path.exists() and not _is_ours(path):
+        raise EtcError(f"{path} is there and is no checkpoint of etc-run; give a folder of its own to this job")
     files = {entry.name: entry.stat().st_size for entry in written.iterdir()}
     complete = Marker(**marker, step=step, files=files, metadata=_hash(written / METADATA))
     _write(written / MARKER, _sealed(asdict(complete)))
     _flush(written)
-    path = path_of(written.parent, step)
     replaced = written.with_name(f"{written.name}_replaced")
     if path.exists():  # it was broken, or of a training that was given up for an earlier step
         path.rename(replaced)
     written.rename(path)
     _flush(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    discard(replaced)
     return path
 
 
@@ -143,14 +151,15 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` (>= 1) newest complete checkpoints, and what is incomplete and older than these.
-    Returns what was deleted."""
+    """Delete all but the `keep` (>= 1) newest complete checkpoints, and broken ones that are older than these. Folders
+    without a marker are not ours, and stay. Returns what was deleted."""
     kept, deleted = 0, []
     for path in newest_first(folder):
-        if kept >= keep:
-            # First of all it stops being complete, in case this is not done to its end.
-            (path / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+        if kept >= keep and _is_ours(path):
+            # Under this name it is removed by the next one, in case this is not done to its end.
+            unfinished = unfinished_path(folder, _step_of(path), "deleted")
+            path.rename(unfinished)
+            discard(unfinished)
             deleted.append(path)
         elif is_complete(path):
             kept += 1
@@ -186,6 +195,10 @@ def lost_since(marker: Marker, progress: Progress | None) -> str:
         return "no step lost"
     seconds = max(0.0, progress.time - marker.time)
     return f"{steps} {'step' if steps == 1 else 'steps'} and {seconds:.1f} s of training lost"
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / MARKER).exists()
 
 
 def _step_of(path: Path) -> int:

@@ -49,7 +49,7 @@ class Saver:
 
     def __init__(self, settings: Checkpoint, course: Course, timeout_s: float) -> None:
         self._settings, self._course, self._timeout_s = settings, course, timeout_s
-        self._folder = Path(settings.folder)
+        self._folder = Path(settings.folder).absolute()
         self._snapshots = Snapshots()
         self._saving: Saving | None = None
         self._saved_in = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -73,11 +72,12 @@ class Saving:
 
     def _write(self) -> None:
         step, begin = self.snapshot.step, time.monotonic()
-        is_first, path, prepared = self._meeting.rank == 0, None, {"path": "", "error": ""}
+        is_first = self._meeting.rank == 0
+        path: Path | None = None
+        prepared = {"path": "", "error": ""}
         try:
             if is_first:
-                prepared = self._begin()
-                path = Path(prepared["path"])
+                path, prepared = self._begin()
             prepared = _from_rank_0(prepared)
             if prepared["error"]:
                 raise EtcError(prepared["error"])
@@ -92,14 +92,16 @@ class Saving:
                 folders.prune(self._folder, self._keep)
         except BaseException:
             if path is not None:
-                shutil.rmtree(path, ignore_errors=True)
+                folders.discard(path)
             raise
 
-    def _begin(self) -> dict[str, str]:
+    def _begin(self) -> tuple[Path | None, dict[str, str]]:
+        """The folder to write in, if it could be made, and what the other ranks are told."""
         try:
-            return {"path": str(folders.begin(self._folder, self.snapshot.step, self._life)), "error": ""}
+            path = folders.begin(self._folder, self.snapshot.step, self._life)
         except OSError as error:
-            return {"path": "", "error": f"{self._folder}: {error.strerror or error}"}
+            return None, {"path": "", "error": f"{self._folder}: {error.strerror or error}"}
+        return path, {"path": str(path), "error": ""}
 
 
 def _from_rank_0(value: dict[str, str]) -> dict[str, str]:
