@@ -34,10 +34,10 @@ def restarts(config: str, model: list[str], rounds: int) -> list[float]:
         "--max-restarts", "1000", str(SCRIPT), *model, "--steps=1000000", "--parallel", config, "--save-every=1",
         f"--save-dir={folder}", f"--step-log={folder / 'steps.jsonl'}",
     ]
+    # With the store shared, most restarts fail on this PyTorch: it still has the last life's addresses.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
         return [_lose(process, folder, number) for number in range(rounds)]
     finally:
