@@ -3,11 +3,13 @@
     python scripts/chaos.py --seed 1 --faults 30            # agents on loopback addresses
     python scripts/chaos.py --seed 1 --faults 30 --netns    # hosts of their own, whose cables can be pulled (root)
 
-A real job trains over several agents while nodes join and leave, sizes are asked for, workers, agents and etcd are
-killed and stopped, and cables are pulled. After each fault, or two at once, the job must be training again in bounded
-time. At the end it must have trained on every sample once, with a state that has seen every step once; it may have lost
-no step in a change in place; nobody may have ended unasked or be left over; and the workers of two lives may never have
-trained at the same time. Ends with one JSON object; exit code 1 if anything is not as it must be.
+A real job trains over several agents while nodes join and leave, sizes are asked for, workers, agents, whole nodes and
+etcd are killed and stopped, and cables are pulled. After each fault, or two at once, the job must be training again in
+bounded time. At the end it must have trained on every sample once, with a state that has seen every step once; a death
+may have cost the step that was under way, a planned change none; a restart from a checkpoint is wrong wherever the
+living held the whole state; survivors must be the same processes; nobody may have ended unasked or be left over; and
+the workers of two lives may never have trained at the same time. Ends with one JSON object; exit code 1 if anything is
+not as it must be.
 """
 
 from __future__ import annotations
@@ -214,7 +216,7 @@ def report(run: Torment, seed: int, gave_up: str) -> dict[str, object]:
     """The JSON object of the run."""
     cluster = run.cluster
     orphans = cluster.orphans()
-    found = examine(cluster.account.read(), cluster.generations, GLOBAL_BATCH)
+    found = examine(cluster.account.read(), cluster.generations, GLOBAL_BATCH, cluster.deaths)
     wrong = run.wrong + found.wrong + [f"orphan {pid}: {command}" for pid, command in orphans.items()]
     return {
         "faults": run.by_kind.total(),
@@ -226,7 +228,11 @@ def report(run: Torment, seed: int, gave_up: str) -> dict[str, object]:
         "by_kind": dict(sorted(run.by_kind.items())),
         "steps": found.num_steps,
         "withdrawn": len(cluster.withdrawn),
+        "workers_killed": len(cluster.deaths),
         "restarts_from_checkpoint": max(found.lives - 1, 0),
+        "needless_restarts": found.needless_restarts,
+        "steps_redone": found.steps_redone,
+        "steps_redone_max": found.redone_max,
         "steps_repeated_by_restarts": found.steps_repeated,
         "slowest_recovery_s": round(max(run.recoveries_s, default=0.0), 1),
         "wrong": ([gave_up] if gave_up else []) + run.unexpected_exits + wrong,

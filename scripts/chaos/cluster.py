@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ _JOB = Path(__file__).with_name("job.py")
 _CONFIG = """
 max_restarts: 1000000
 alike_failures: 0
+failures: {{max_per_window: 0}}
 timeouts: {{lease_s: {lease_s}, join_s: 120, prepare_s: 60, switch_s: 60, drain_s: 60, shutdown_grace_s: 5, hang_s: 12}}
 """
 
@@ -77,6 +78,7 @@ class Cluster:
         self.account = Account(folder)
         self.generations: dict[int, Generation] = {}
         self.withdrawn: dict[int, str] = {}
+        self.deaths: dict[int, float] = {}
         self.nodes: list[Node] = []
         self.gone: list[Node] = []
         self._pause_s = pause_s
@@ -167,6 +169,15 @@ class Cluster:
             Current.from_json(current.json()) if current else Current(), dict(self.generations), tuple(nodes),
             Reply.from_json(reply.json()) if reply else None, dict(self.withdrawn),
         )
+
+    def workers_of(self, node: Node) -> list[int]:
+        """The pids of its processes that have trained."""
+        known = {line.pid for line in self.account.read()}
+        return [pid for pid in node.run.descendants() if pid in known]
+
+    def note_deaths(self, pids: Iterable[int]) -> None:
+        """These workers are killed now, or made to hang until somebody kills them."""
+        self.deaths |= {pid: time.time() for pid in pids if pid not in self.deaths}
 
     def workers(self) -> list[int]:
         """The pids of the workers that trained last, in order of rank."""

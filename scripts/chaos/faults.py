@@ -12,8 +12,9 @@ from chaos.cluster import LEASE_S, Cluster, Node, send
 
 
 class Nature(StrEnum):
-    """What a fault may lead to. `PLANNED`: changes in place, nothing else. `HARMLESS`: nothing. `LOSS`: a restart from
-    a checkpoint."""
+    """What a fault may lead to. `PLANNED`: changes in place, nothing else. `HARMLESS`: nothing. `LOSS`: changes in
+    place that may cost the step under way; a restart from a checkpoint only where nobody else held a part of the state.
+    """
 
     PLANNED = "planned"
     HARMLESS = "harmless"
@@ -81,7 +82,7 @@ def _scale(cluster: Cluster, rng: random.Random) -> Injected | None:
         return None
     most = cluster.num_nodes * cluster.num_slots
     sizes = ["max", "max", *map(str, range(1, most + 1)), *(f"nodes={n + 1}" for n in range(cluster.num_nodes))]
-    configs = ["PP2TP1DP1", "PP1TP2DP1", "PP1TP1DP2", "PP2TP2DP1", "PP1TP2DP2", "PP4TP1DP1", "PP1TP1DP5", "rubbish"]
+    configs = ["PP2TP1DP1", "PP1TP1DP2", "PP2TP1DP2", "PP1TP2DP2", "PP1TP1DP3", "PP1TP1DP4", "PP1TP1DP5", "rubbish"]
     size = rng.choice(sizes + configs)
     return Injected(f"control/scale {size}", request=cluster.client.put(cluster.keys.scale, size))
 
@@ -90,8 +91,20 @@ def _kill_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
     if not (pids := cluster.workers()):
         return None
     rank = rng.randrange(len(pids))
+    cluster.note_deaths([pids[rank]])
     send(pids[rank], signal.SIGKILL)
     return Injected(f"SIGKILL to the worker of rank {rank}")
+
+
+def _stop_and_kill_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
+    """The others wait for it inside their collectives, and then it is gone."""
+    if not (pids := cluster.workers()):
+        return None
+    rank, hold_s = rng.randrange(len(pids)), rng.uniform(0.3, 3)
+    pid = pids[rank]
+    cluster.note_deaths([pid])
+    send(pid, signal.SIGSTOP)
+    return Injected(f"SIGSTOP, then SIGKILL, to the worker of rank {rank}", hold_s, lambda: send(pid, signal.SIGKILL))
 
 
 def _hang_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
@@ -99,6 +112,7 @@ def _hang_worker(cluster: Cluster, rng: random.Random) -> Injected | None:
     if not (pids := cluster.workers()):
         return None
     rank = rng.randrange(len(pids))
+    cluster.note_deaths([pids[rank]])
     send(pids[rank], signal.SIGSTOP)
     return Injected(f"SIGSTOP for good to the worker of rank {rank}")
 
@@ -116,14 +130,28 @@ def _kill_agent(cluster: Cluster, rng: random.Random) -> Injected | None:
     if (node := _expendable(cluster, rng, starting=True)) is None:
         return None
     node.may_exit = (-signal.SIGKILL,)
+    cluster.note_deaths(cluster.workers_of(node))
     node.run.send(signal.SIGKILL)
     return Injected(f"SIGKILL to {node.address}")
+
+
+def _kill_node(cluster: Cluster, rng: random.Random) -> Injected | None:
+    """The agent, its guardian and its workers at once, as when a machine loses its power."""
+    if (node := _expendable(cluster, rng, starting=True)) is None:
+        return None
+    node.may_exit = (-signal.SIGKILL,)
+    cluster.note_deaths(cluster.workers_of(node))
+    for pid in [node.run.process.pid, *node.run.descendants()]:
+        send(pid, signal.SIGKILL)
+    return Injected(f"SIGKILL to everything on {node.address}")
 
 
 def _stop_agent(cluster: Cluster, rng: random.Random, hold_s: float) -> Injected | None:
     if (node := _expendable(cluster, rng)) is None:
         return None
     node.is_away = True
+    if hold_s > LEASE_S / 2:
+        cluster.note_deaths(cluster.workers_of(node))
     node.run.send(signal.SIGSTOP)
 
     def undo() -> None:
@@ -174,6 +202,8 @@ def _cut(cluster: Cluster, rng: random.Random, hold_s: float) -> Injected | None
         return None
     network, host = cluster.network, node.host
     node.is_away = True
+    if hold_s > LEASE_S / 2:
+        cluster.note_deaths(cluster.workers_of(node))
     network.cut(host)
 
     def undo() -> None:
@@ -193,9 +223,11 @@ FAULTS = (
     Fault("kill_etcd", Nature.HARMLESS, 2, _kill_etcd),
     Fault("stop_etcd", Nature.HARMLESS, 2, _stop_etcd),
     Fault("blink", Nature.HARMLESS, 1, lambda cluster, rng: _cut(cluster, rng, rng.uniform(0.2, LEASE_S / 3))),
-    Fault("kill_worker", Nature.LOSS, 3, _kill_worker),
+    Fault("kill_worker", Nature.LOSS, 6, _kill_worker),
+    Fault("stop_and_kill_worker", Nature.LOSS, 3, _stop_and_kill_worker),
     Fault("hang_worker", Nature.LOSS, 1, _hang_worker),
-    Fault("kill_agent", Nature.LOSS, 3, _kill_agent),
+    Fault("kill_agent", Nature.LOSS, 4, _kill_agent),
+    Fault("kill_node", Nature.LOSS, 3, _kill_node),
     Fault("freeze_agent", Nature.LOSS, 2, _freeze_agent),
     Fault("cut", Nature.LOSS, 3, lambda cluster, rng: _cut(cluster, rng, LEASE_S * rng.uniform(1.5, 4))),
 )

@@ -153,6 +153,7 @@ def main(folder: Path, global_batch: int, pause_s: float) -> None:
     torch.set_num_threads(1)
     checkpoints = Checkpoints(folder)
     ids: list[int] = []
+    loss = 0.0
     with (
         open(folder / f"steps-{os.getpid()}-{time.time_ns()}.jsonl", "a", buffering=1) as log,
         etc.session(
@@ -162,6 +163,8 @@ def main(folder: Path, global_batch: int, pause_s: float) -> None:
     ):
         for step in session.steps(1 << 30):
             with step:
+                if step.index % CHECKPOINT_EVERY == 0:
+                    checkpoints.save(session.state, step.index, session.generation)
                 loss = train(session.state, session.parallel, session.batch(Data()))
                 step.commit()
             seen, updates = _counts(session.state)
@@ -169,10 +172,11 @@ def main(folder: Path, global_batch: int, pause_s: float) -> None:
                 "step": step.index, "generation": session.generation, "config": str(session.parallel.config),
                 "rank": session.parallel.rank, "dp": session.parallel.coordinate.dp, "ids": ids, "loss": loss,
                 "seen": seen, "updates": updates, "pid": os.getpid(), "time": time.time(),
+                "is_retried": not step.is_committed,
             }
             log.write(json.dumps(line) + "\n")
-            if session.step % CHECKPOINT_EVERY == 0:
-                checkpoints.save(session.state, session.step, session.generation)
+            if not step.is_committed:
+                continue
             if (folder / "last").exists() and step.index >= int((folder / "last").read_text()):
                 break
             time.sleep(pause_s)

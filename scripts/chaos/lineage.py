@@ -1,17 +1,19 @@
 """What a job's account of itself must say, whatever was done to it.
 
 A *life* is a fresh generation with all that came from it in place. A life that begins with a checkpoint takes the place
-of what earlier lives did from that step on; what remains is the lineage of the final state.
+of what earlier lives did from that step on; what remains is the lineage of the final state. A life may only end, before
+the job does, where a part of the state had no living holder any more.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from etc_agent.parallel.config import ParallelConfig
@@ -23,7 +25,8 @@ _TOLERANCE_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One rank's account of one step; `seen`, `updates`: how many steps its state had been through after it."""
+    """One rank's account of one step; `seen`, `updates`: how many steps its state had been through after it.
+    `is_retried`: workers were lost in it, so that it was not applied, but run again."""
 
     step: int
     generation: int
@@ -36,6 +39,7 @@ class Line:
     updates: tuple[int, ...]
     pid: int
     time: float
+    is_retried: bool = False
 
 
 class Account:
@@ -66,21 +70,34 @@ def _line(value: dict[str, Any]) -> Line:
 @dataclass(slots=True)
 class Findings:
     """`steps_lost_planned`: steps done twice or not at all at a change in place. `steps_repeated`: done again after a
-    restart from a checkpoint, over all restarts. `wrong`: what must not be, one line each."""
+    restart from a checkpoint, over all restarts. `steps_redone`: those that were under way when workers were lost, and
+    run again; `redone_max`: the most of them in one generation. `needless_restarts`: restarts although every part of
+    the state had a living holder. `wrong`: what must not be, one line each."""
 
     num_steps: int = 0
     steps_lost_planned: int = 0
     steps_repeated: int = 0
+    steps_redone: int = 0
+    redone_max: int = 0
+    needless_restarts: int = 0
     lives: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
-def examine(lines: Iterable[Line], generations: Mapping[int, Generation], global_batch: int) -> Findings:
-    """Check the account of a whole run against the generations that there were. `global_batch`: samples per step."""
+def examine(
+    lines: Iterable[Line], generations: Mapping[int, Generation], global_batch: int,
+    deaths: Mapping[int, float] = MappingProxyType({}),
+) -> Findings:
+    """Check the account of a whole run against the generations that there were. `global_batch`: samples per step.
+    `deaths`: pid -> when (time of day) that worker was killed or made to hang, by us."""
     found = Findings()
     lives: dict[int, list[Line]] = defaultdict(list)
     fresh = sorted(number for number, generation in generations.items() if generation.is_fresh)
-    for line in lines:
+    every = list(lines)
+    _check_retries([line for line in every if line.is_retried], found)
+    for line in every:
+        if line.is_retried:
+            continue
         lives[max(number for number in fresh if number <= line.generation)].append(line)
     found.lives = len(lives)
     lineage: dict[int, list[Line]] = {}
@@ -97,14 +114,66 @@ def examine(lines: Iterable[Line], generations: Mapping[int, Generation], global
         last_before = max(steps)
         found.steps_lost_planned = max(found.steps_lost_planned, _lost_in_place(life, steps, found.wrong))
     _check_overlap(lives, found.wrong)
+    _check_restarts(lives, generations, deaths, found)
+    for life in lives.values():
+        _check_survivors(life, generations, deaths, found.wrong)
     found.num_steps = len(lineage)
     if set(lineage) != set(range(len(lineage))):
         found.wrong.append(f"steps are missing: {sorted(set(range(max(lineage))) - set(lineage))[:5]}")
     last = max(lineage, default=0)
+    pids = {(line.generation, line.rank): line.pid for done in lineage.values() for line in done}
+    killed = {who for who, pid in pids.items() if pid in deaths}
     for step, done in lineage.items():
         if step < last:  # the very last step of a run that is stopped need not be whole
-            _check_step(step, done, global_batch, found.wrong)
+            _check_step(step, done, global_batch, killed, found.wrong)
     return found
+
+
+def _check_retries(retried: Iterable[Line], found: Findings) -> None:
+    """A loss ends a generation, and at most the step that was under way is run again."""
+    steps: dict[int, set[int]] = defaultdict(set)
+    for line in retried:
+        steps[line.generation].add(line.step)
+    found.steps_redone = sum(map(len, steps.values()))
+    found.redone_max = max(map(len, steps.values()), default=0)
+    found.wrong += [
+        f"generation {number}: steps {sorted(several)} were all run again"
+        for number, several in steps.items() if len(several) > 1
+    ]
+
+
+def _check_restarts(
+    lives: Mapping[int, list[Line]], generations: Mapping[int, Generation], deaths: Mapping[int, float],
+    found: Findings,
+) -> None:
+    """A life may only end where some part of the state was on no living worker."""
+    for before, after in pairwise(sorted(lives)):
+        last = max(line.generation for line in lives[before])
+        config = generations[last].config
+        pids = {line.rank: line.pid for line in lives[before] if line.generation == last}
+        begun = min(line.time for line in lives[after])
+        living = {rank for rank, pid in pids.items() if deaths.get(pid, begun) >= begun}
+        parts = {(config.coordinate(rank).pp, config.coordinate(rank).tp) for rank in living}
+        if len(parts) == config.pp * config.tp:
+            found.needless_restarts += 1
+            found.wrong.append(
+                f"generation {after} began anew ({generations[after].reason}), although ranks {sorted(living)} of "
+                f"generation {last}, {config}, lived and held the whole state"
+            )
+
+
+def _check_survivors(
+    life: Iterable[Line], generations: Mapping[int, Generation], deaths: Mapping[int, float], wrong: list[str]
+) -> None:
+    """Who stays in its slot from one generation to the next stays in its process."""
+    pids: dict[int, dict[Any, int]] = defaultdict(dict)
+    for line in life:
+        pids[line.generation][generations[line.generation].placement[line.rank]] = line.pid
+    for before, after in pairwise(sorted(pids)):
+        for slot in pids[before].keys() & pids[after].keys():
+            old, new = pids[before][slot], pids[after][slot]
+            if old != new and old not in deaths:
+                wrong.append(f"{slot}: pid {old} of generation {before} became {new} in {after}; nobody had killed it")
 
 
 def _lost_in_place(life: int, steps: Mapping[int, list[Line]], wrong: list[str]) -> int:
@@ -137,21 +206,26 @@ def _check_overlap(lives: Mapping[int, list[Line]], wrong: list[str]) -> None:
             )
 
 
-def _check_step(step: int, done: list[Line], global_batch: int, wrong: list[str]) -> None:
-    """One generation, every rank once, every sample once, and a state that has seen every step before it."""
+def _check_step(
+    step: int, done: list[Line], global_batch: int, killed: Set[tuple[int, int]], wrong: list[str]
+) -> None:
+    """One generation, every rank once, every sample once, and a state that has seen every step before it. Of ranks that
+    were `killed` (generation, rank) there may be no account."""
     if len({line.generation for line in done}) != 1:
         wrong.append(f"step {step} was done in generations {sorted({line.generation for line in done})}")
         return
     config = ParallelConfig.parse(done[0].config)
-    if sorted(line.rank for line in done) != list(range(config.num_ranks)):
-        wrong.append(f"step {step} (generation {done[0].generation}) was done by ranks {sorted(x.rank for x in done)}")
+    ranks = sorted(line.rank for line in done)
+    missing = {(done[0].generation, rank) for rank in set(range(config.num_ranks)) - set(ranks)}
+    if len(set(ranks)) < len(ranks) or not missing <= killed:
+        wrong.append(f"step {step} (generation {done[0].generation}) was done by ranks {ranks}")
         return
-    by_dp = {line.dp: line.ids for line in done}
-    ids = sorted(sample for part in by_dp.values() for sample in part)
-    if ids != list(range(step * global_batch, (step + 1) * global_batch)):
-        wrong.append(f"step {step} trained on samples {ids}")
-    if any(line.ids != by_dp[line.dp] for line in done):
-        wrong.append(f"step {step}: two ranks of one dp index trained on different samples")
+    share = global_batch // config.dp
+    for line in done:
+        first = step * global_batch + line.dp * share
+        if line.ids != tuple(range(first, first + share)):
+            wrong.append(f"step {step} trained on samples {list(line.ids)} at dp index {line.dp}")
+            break
     counts = {line.seen for line in done} | {line.updates for line in done}
     if counts != {(step + 1,)}:
         wrong.append(f"step {step}: the state has been through {sorted(counts)} steps")
