@@ -37,6 +37,7 @@ def etcd_settings(given: Given, standalone: bool) -> EtcdSettings:
     prefix, _ = _chosen(given, "etcd_prefix", section.prefix, "rendezvous.prefix")
     prefix = prefix or EtcdSettings().prefix
     if standalone:
+        _refuse_credentials(given)
         return EtcdSettings(prefix=prefix)
     endpoints = _endpoints(given)
     ca_file, cert_file, key_file = (
@@ -51,6 +52,17 @@ def etcd_settings(given: Given, standalone: bool) -> EtcdSettings:
     if user is None and password is not None:
         raise EtcError("etcd: a password without a user; add --etcd-user NAME")
     return EtcdSettings(endpoints, prefix, ca_file, cert_file, key_file, user, password)
+
+
+def _refuse_credentials(given: Given) -> None:
+    """Refuse what was typed for an etcd that is not used. What the environment or the job file says may be meant for
+    other jobs."""
+    names = ("etcd_user", "etcd_password_file", "etcd_ca_file", "etcd_cert_file", "etcd_key_file")
+    if taken := next(filter(None, map(given.line.typed.get, names)), None):
+        raise EtcError(
+            f"{taken}: --standalone starts an etcd of its own, which only this user reaches; leave {taken} out, or "
+            "give --etcd-endpoints HOST:PORT instead"
+        )
 
 
 def _endpoints(given: Given) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from etc_agent.control.checkpoint_settings import DEFAULT_KEEP
 from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.rendezvous.ports import PortRange
 from launcher.mistakes import mistake
 
 _SET_BY_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -75,6 +76,12 @@ def _streams(value: Any) -> str:
     return str(value)
 
 
+def _ports(value: Any) -> PortRange:
+    if not isinstance(value, str):
+        raise ValueError(f"expected a range of ports like 29500-29599; got {value!r}")
+    return PortRange.parse(value)
+
+
 def _path(value: Any, info: ValidationInfo) -> Path:
     if not isinstance(value, str) or not value:
         raise ValueError(f"expected a path; got {value!r}")
@@ -101,6 +108,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Config = Annotated[ParallelConfig, PlainValidator(_config)]
 RelativePath = Annotated[Path, PlainValidator(_path)]
 Text = Annotated[str, Field(min_length=1)]
+Ports = Annotated[PortRange, PlainValidator(_ports)]
 
 
 # ---- the schema ----------------------------------------------------------------------------------------------------
@@ -263,6 +271,7 @@ class Job(Section):
     preemption: Annotated[PreemptionSection, BeforeValidator(_command_only)] | None = None
     checkpoint: Annotated[CheckpointSection, BeforeValidator(_folder_only)] | None = None
     forward_signals: list[Text] = []
+    port_range: Ports | None = None
     spares: Literal["warm", "cold", "reserve"] = "warm"
     redundancy: Annotated[RedundancySection, BeforeValidator(_scheme_only)] = RedundancySection(scheme=Scheme.NONE)
     alike_failures: Annotated[int, Field(ge=0)] = 0

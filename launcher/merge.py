@@ -16,6 +16,7 @@ from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.addresses import refuse_unknown
 from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.ports import ANY_PORT, PortRange
 from launcher.commands import checkpoint, forward_signals, preemption, preflight
 from launcher.etcd_settings import etcd_settings
 from launcher.given import Given
@@ -79,6 +80,7 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         preflight=preflight(given),
         preemption=preemption(given),
         forward_signals=forward_signals(given, config.signals_to_handle),
+        port_range=_port_range(given),
         monitor_interval_s=config.monitor_interval,
         timeouts=timeouts,
         checkpoint=saved,
@@ -86,6 +88,11 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
         telemetry=telemetry(given),
     )
     try:
+        if standalone and settings.min_nodes > 1:
+            raise EtcError(
+                f"{given.source('nnodes', 'nodes')}: --standalone is a job of one node, and would wait for "
+                f"{settings.min_nodes} in vain; leave it out, or give --etcd-endpoints HOST:PORT on every node"
+            )
         _check_configs(given, settings)
     except EtcError:
         discard(config)
@@ -164,6 +171,16 @@ def _spares(given: Given) -> Spares:
     if text not in list(Spares):
         raise EtcError(f"ETC_SPARES: expected one of {', '.join(Spares)}, got {text!r}")
     return Spares(text)
+
+
+def _port_range(given: Given) -> PortRange:
+    text = given.option("port_range")
+    if text is None:
+        return given.job.port_range or ANY_PORT
+    try:
+        return PortRange.parse(text)
+    except ValueError as error:
+        raise EtcError(f"{given.source('port_range', '')}: {error}") from None
 
 
 def _parse_config(text: str, source: str) -> ParallelConfig:

@@ -141,7 +141,7 @@ def _assemble(
     mirror = Mirror(client, keys.root, inbox.changed)
     stack.callback(mirror.close)
     address = settings.local_addr or (LOOPBACK if settings.standalone else reachable_address(etcd.endpoints))
-    stores = Stores(address)
+    stores = Stores(address, settings.port_range)
     record, membership = _register(settings, client, keys, address, stores.port)
     stack.callback(membership.close)
     mirror.wait_for(lambda snapshot: membership.key in snapshot, settings.timeouts.etcd_s)

@@ -97,7 +97,7 @@ class NodeAgent:
         fencing = Fencing(settings.timeouts.lease_s)
         self._telemetry, self._followed = telemetry, Followed(membership, mirror, fencing.ttl_s)
         self._fence = Fence(
-            fencing, self._followed, guardian, Speaker(incarnation, record.name), record.address,
+            fencing, self._followed, guardian, Speaker(incarnation, record.name), record.address, settings.port_range,
         )
         self._contact, self._logs = f"{record.address}:{self._fence.port}", logs.published
         self._become(replace(record, contact_port=self._fence.port))

@@ -15,6 +15,7 @@ from typing import Any
 from etc_agent.control.checkpoint_settings import Checkpoint
 from etc_agent.control.redundancy import Redundancy
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.rendezvous.ports import ANY_PORT, PortRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,8 @@ class JobSettings:
     job; 0: never. `failures`: see `Failures`. `spares`: which warm spares are kept. `redundancy`: of the
     workers' state. `checkpoint`: what sessions write in case that all workers have to start afresh. `preflight`: a
     command that must succeed before this node joins. `forward_signals`: signals that are forwarded to the workers.
-    `env`: added to every worker's environment. `telemetry`: what this node tells to the outside.
+    `port_range`: where this node's agent listens. `env`: added to every worker's environment. `telemetry`: what this
+    node tells to the outside.
     """
 
     entrypoint: str | Callable[..., Any]
@@ -182,6 +184,7 @@ class JobSettings:
     preflight: UserCommand | None = None
     preemption: Preemption | None = None
     forward_signals: tuple[signal.Signals, ...] = ()
+    port_range: PortRange = ANY_PORT
     monitor_interval_s: float = 0.1
     timeouts: Timeouts = field(default_factory=Timeouts)
     checkpoint: Checkpoint | None = None

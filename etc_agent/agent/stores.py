@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from torch.distributed import TCPStore
 
+from etc_agent.rendezvous.ports import ANY_PORT, PortRange
 from etc_agent.torch_store import serve_store
 
 _TIMEOUT_S = 60.0
@@ -19,10 +20,11 @@ _NUM_KEPT = 3
 
 
 class Stores:
-    """The stores that this agent hosts at `address`, the newest of which is published in its node's record."""
+    """The stores that this agent hosts on `ports` of `address`, the newest of which is published in its node's
+    record."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, ports: PortRange = ANY_PORT) -> None:
+        self._address, self._ports = address, ports
         self._stores: dict[int, TCPStore] = {}
         self.open()
 
@@ -33,7 +35,7 @@ class Stores:
 
     def open(self, in_use: Iterable[int] = ()) -> int:
         """Open a store on a free port, which is returned; close old ones, except those on the ports `in_use`."""
-        store = serve_store(self._address, _TIMEOUT_S)
+        store = serve_store(self._address, _TIMEOUT_S, self._ports)
         self._stores[store.port] = store
         needed = {*in_use, *list(self._stores)[-_NUM_KEPT:]}
         self._stores = {port: store for port, store in self._stores.items() if port in needed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from etc_agent.errors import EtcError
 from etc_agent.rendezvous.etcd.errors import EtcdError
 from etc_agent.rendezvous.etcd.transport import parse_endpoint
+from etc_agent.rendezvous.ports import ANY_PORT, PortRange
 
 LOOPBACK = "127.0.0.1"
 _OUTSIDE = ("198.51.100.1:9", "[2001:db8::1]:9")
@@ -52,18 +54,61 @@ def node_name(address: str) -> str:
     return name if name[:1].isalnum() else f"0{name}"  # an IPv6 address may begin with a zero as well
 
 
-def listen_at(host: str) -> socket.socket | None:
-    """A socket that listens on a free port of the address that `host` resolves to; None where this host does not have
-    that address (behind NAT, for example), so that the caller must listen on all addresses."""
+def listen_at(host: str, ports: PortRange = ANY_PORT) -> socket.socket | None:
+    """A socket that listens on the first free one of `ports` at the address that `host` resolves to; None where this
+    host does not have that address (behind NAT, for example).
+
+    Raises:
+        EtcError: the host has the address, and none of the ports is free there.
+    """
     for family, address in _resolved(host):
+        try:
+            return _listen(family, address, ports)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _all_taken(address, ports) from None
+    return None
+
+
+def listen_for(host: str, ports: PortRange = ANY_PORT) -> socket.socket:
+    """As `listen_at`; a host that does not have the address listens at all of its addresses.
+
+    Raises:
+        EtcError: none of the ports is free.
+    """
+    listener = listen_at(host, ports)
+    if listener is not None:
+        return listener
+    family, address = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    try:
+        return _listen(family, address, ports)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise _all_taken("any address", ports) from None
+        raise
+
+
+def _listen(family: int, address: str, ports: PortRange) -> socket.socket:
+    """A socket that listens at `address`. Raises OSError: EADDRINUSE where every port is taken."""
+    for port in ports:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.bind((address, 0))
+            # A port whose last connections are still winding down is free; one where somebody listens is not.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if address == "::":
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            listener.bind((address, port))
             listener.listen(_BACKLOG)
             return listener
-        except OSError:
+        except OSError as error:
             listener.close()
-    return None
+            if error.errno != errno.EADDRINUSE or port == ports.last:
+                raise
+    raise AssertionError("a range of ports is not empty")
+
+
+def _all_taken(address: str, ports: PortRange) -> EtcError:
+    return EtcError(f"--port-range: no port of {ports} is free at {address}; give a larger range, or another one")
 
 
 def _source_towards(endpoint: str) -> str | None:

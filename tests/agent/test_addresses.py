@@ -8,8 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from etc_agent.agent.interface import gloo_variables
+from etc_agent.agent.safety.contact_point import ContactPoint
+from etc_agent.agent.safety.peer_status import Speaker
+from etc_agent.agent.stores import Stores
+from etc_agent.errors import EtcError
+from etc_agent.reconfig.fencing import PeerStatus
 from etc_agent.rendezvous.addresses import LOOPBACK, listen_at, node_name, reachable_address
 from etc_agent.rendezvous.keys import JobKeys
+from etc_agent.rendezvous.ports import PortRange
 from etc_agent.torch_store import serve_store
 
 
@@ -62,6 +68,47 @@ def test_a_store_listens_at_its_address_and_nowhere_else(host: str) -> None:
     for other in {"127.0.0.1", "127.0.0.3"} - {host}:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((other, store.port), 5.0)
+
+
+def test_a_range_of_ports_bounds_where_an_agent_listens() -> None:
+    free = listen_at("127.0.0.1")
+    assert free is not None
+    first = free.getsockname()[1]
+    ports = PortRange(first, first + 3)
+    stores = Stores("127.0.0.1", ports)
+    point = ContactPoint("127.0.0.1", Speaker("job", "a"), lambda: PeerStatus(0.0, 1.0), {}.__setitem__, ports)
+    try:
+        taken = {first, stores.port, point.port}
+        assert len(taken) == 3
+        assert taken <= set(ports)
+        assert stores.open(ports) in ports
+        with pytest.raises(EtcError, match="--port-range: no port of"):
+            stores.open(ports)
+    finally:
+        point.close()
+        free.close()
+
+
+def test_a_port_of_the_range_whose_last_connection_winds_down_is_used_again() -> None:
+    listener = listen_at("127.0.0.1")
+    assert listener is not None
+    port = listener.getsockname()[1]
+    caller = socket.create_connection(("127.0.0.1", port), 5.0)
+    accepted, _ = listener.accept()
+    accepted.close()  # this side closes first, and the kernel keeps the port busy for a minute
+    assert caller.recv(1) == b""
+    caller.close()
+    listener.close()
+    again = listen_at("127.0.0.1", PortRange(port, port))
+    assert again is not None
+    again.close()
+
+
+@pytest.mark.parametrize("text", ["", "29500", "29510-29500", "0-100", "65000-70000", "29500-29503", "a-b"])
+def test_what_is_no_range_of_ports_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"write it like|each etc-run on a host needs"):
+        PortRange.parse(text)
+    assert str(PortRange.parse("29500-29599")) == "29500-29599"
 
 
 def test_an_address_that_this_host_does_not_have_means_every_one() -> None:

@@ -112,6 +112,8 @@ def test_options_that_torchrun_does_not_know_are_not_ignored_in_silence(script: 
 
 def test_contradictions_are_refused(script: str) -> None:
     assert "leave out --standalone" in mistake("--standalone", "--etcd-endpoints=a:1", script)
+    assert "--etcd-user: --standalone starts an etcd of its own" in mistake("--standalone", "--etcd-user=ada", script)
+    assert "--nnodes: --standalone is a job of one node" in mistake("--standalone", "--nnodes=2", script)
     assert "needs --rdzv-backend=etcd-v3" in mistake("--etcd-endpoints=a:1", "--rdzv-backend=c10d", script)
 
 
@@ -404,3 +406,10 @@ def test_standalone_runs_the_job_under_our_agent_and_gives_its_exit_code(
         )
         assert ended.returncode == code, ended.stderr
     assert (tmp_path / "out-1").read_text() == "no password"
+
+
+def test_a_range_of_ports_is_typed_or_in_the_environment(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(settings("--standalone", "--port-range", "29500-29599", script).port_range) == "29500-29599"
+    assert "--port-range: '29500' is no range of ports" in mistake("--standalone", "--port-range=29500", script)
+    monkeypatch.setenv("ETC_PORT_RANGE", "30000-30100")
+    assert str(settings("--standalone", script).port_range) == "30000-30100"

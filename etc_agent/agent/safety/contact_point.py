@@ -6,32 +6,32 @@ A stopped agent does not answer here, although its kernel still completes the TC
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable
 
 from etc_agent.agent.safety.peer_status import LONGEST_BYTES, Speaker
 from etc_agent.reconfig.fencing import PeerStatus
-from etc_agent.rendezvous.addresses import listen_at
+from etc_agent.rendezvous.addresses import listen_for
+from etc_agent.rendezvous.ports import ANY_PORT, PortRange
 
 _CALLER_S = 2.0
-_BACKLOG = 1024
 
 
 class ContactPoint:
-    """Listens from its constructor on, on a free port of `address`, or of all addresses where this host does not have
-    that one (it is behind NAT).
+    """Listens from its constructor on, on a free one of `ports` at `address`, or at all addresses where this host does
+    not have that one (it is behind NAT).
 
     `own`: returns this agent's status. `heard(node, status)`: is called with a caller's status. Both are called from a
     thread of this object.
     """
 
     def __init__(
-        self, address: str, speaker: Speaker, own: Callable[[], PeerStatus], heard: Callable[[str, PeerStatus], None]
+        self, address: str, speaker: Speaker, own: Callable[[], PeerStatus], heard: Callable[[str, PeerStatus], None],
+        ports: PortRange = ANY_PORT,
     ) -> None:
         self._speaker, self._own, self._heard = speaker, own, heard
-        self._socket = _listen(address)
+        self._socket = listen_for(address, ports)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="contact-point", daemon=True)
         self._thread.start()
@@ -70,12 +70,3 @@ class ContactPoint:
             pass
         finally:
             writer.close()
-
-
-def _listen(address: str) -> socket.socket:
-    listener = listen_at(address)
-    if listener is not None:
-        return listener
-    is_dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)

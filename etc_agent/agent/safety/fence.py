@@ -17,6 +17,7 @@ from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.agent.safety.reach import Reach
 from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, PeerStatus
 from etc_agent.reconfig.surroundings import Surroundings
+from etc_agent.rendezvous.ports import ANY_PORT, PortRange
 
 _LONGEST_TICK_S = 0.25
 _PAUSE_S = 1.0
@@ -36,9 +37,12 @@ class Etcd(Protocol):
 
 
 class Fence:
-    """Starts at once. `address`: where other agents reach this one."""
+    """Starts at once. `address`: where other agents reach this one, at one of `ports`."""
 
-    def __init__(self, fencing: Fencing, etcd: Etcd, guardian: Guardian, speaker: Speaker, address: str) -> None:
+    def __init__(
+        self, fencing: Fencing, etcd: Etcd, guardian: Guardian, speaker: Speaker, address: str,
+        ports: PortRange = ANY_PORT,
+    ) -> None:
         self._fencing, self._etcd, self._guardian = fencing, etcd, guardian
         self._around = Surroundings()
         self._contact = Contact()
@@ -51,7 +55,7 @@ class Fence:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._tick_s = min(_LONGEST_TICK_S, fencing.ttl_s / 16)
-        self._point = ContactPoint(address, speaker, self._own_status, self._heard)
+        self._point = ContactPoint(address, speaker, self._own_status, self._heard, ports)
         self._reach = Reach(
             speaker, self._own_status, self._heard, every_s=fencing.ttl_s / 16, timeout_s=fencing.ttl_s / 8
         )

@@ -1,0 +1,73 @@
+"""The least permissions in etcd that agents, administrators and onlookers of one job need."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etc_agent.rendezvous.etcd.wire import range_end
+from etc_agent.rendezvous.keys import JobKeys
+
+AUDIENCES = ("agent", "admin", "viewer")
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """`kind`: ``read`` or ``write``, on `key`, or on every key from `key` up to `end`."""
+
+    kind: str
+    key: str
+    end: str = ""
+
+    @classmethod
+    def under(cls, kind: str, prefix: str) -> Permission:
+        return cls(kind, prefix, range_end(prefix.encode()).decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One etcd role."""
+
+    name: str
+    permissions: Sequence[Permission]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "role": self.name,
+            "permissions": [
+                {"type": each.kind, "key": each.key, "range_end": each.end} for each in self.permissions
+            ],
+        }
+
+    def commands(self) -> list[str]:
+        """etcdctl's commands that make the role."""
+        grants = (
+            ["etcdctl", "role", "grant-permission", self.name, each.kind, *filter(None, (each.key, each.end))]
+            for each in self.permissions
+        )
+        return [shlex.join(words) for words in (["etcdctl", "role", "add", self.name], *grants)]
+
+
+def role_for(audience: str, keys: JobKeys) -> Role:
+    """The role of one of `AUDIENCES` in the job of `keys`.
+
+    All may read what the job has. Agents write everything but cordons, which are administrators' alone: also the
+    requests of a dead run, which are removed when the run id is used again. Administrators write requests, never what
+    the leader decides. Leases need no permission of their own.
+    """
+    read = Permission.under("read", keys.root)
+    after_cordons = range_end(keys.cordons_prefix.encode()).decode()
+    writes = {
+        "agent": [
+            Permission("write", keys.root, keys.cordons_prefix),
+            Permission("write", after_cordons, read.end),
+        ],
+        "admin": [
+            Permission("write", keys.scale), Permission("write", keys.pause), Permission("write", keys.stop),
+            Permission.under("write", keys.drains_prefix), Permission.under("write", keys.cordons_prefix),
+        ],
+        "viewer": [],
+    }
+    return Role(f"etc-run{keys.prefix.replace('/', '.')}.{keys.run_id}.{audience}", [read, *writes[audience]])
