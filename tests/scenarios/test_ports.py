@@ -34,7 +34,6 @@ def test_every_port_is_in_one_of_the_two_ranges_that_the_documentation_names(
 
 def listening(pid: int) -> set[int]:
     """The TCP ports at which anybody listens on the host of process `pid`."""
-    lines = [
-        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]
-    ]
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
     return {int(fields[1].rpartition(":")[2], 16) for fields in lines if fields[3] == _LISTENS}
