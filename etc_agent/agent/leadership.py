@@ -21,9 +21,9 @@ from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.goodput import Goodput
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.member import indices
 from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.outlook import Outlook
+from etc_agent.reconfig.parts import indices
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
 from etc_agent.reconfig.survival import by_grid
 from etc_agent.reconfig.tidy import Outdated, outdated
@@ -228,6 +228,7 @@ def policy_of(settings: JobSettings) -> Policy:
         max_restarts=settings.max_restarts,
         alike_failures=settings.alike_failures,
         redundancy=settings.redundancy,
+        replaces_raised=settings.failures.replaces_raised,
         pack=settings.pack,
         settle_s=timeouts.settle_s,
         prepare_s=timeouts.prepare_s,

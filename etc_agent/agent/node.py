@@ -36,8 +36,9 @@ from etc_agent.agent.telemetry.local import node_facts
 from etc_agent.agent.telemetry.telemetry import Telemetry
 from etc_agent.control.channel import SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message, Progress
-from etc_agent.reconfig import member
+from etc_agent.reconfig import member, parts
 from etc_agent.reconfig.fencing import Fencing
+from etc_agent.reconfig.freezing import frozen_here
 from etc_agent.reconfig.observing import JobRecords
 from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.surroundings import Surroundings
@@ -250,7 +251,7 @@ class NodeAgent:
         if records.current.outcome is not Outcome.RUNNING:
             return
         self._logged_generation = committed.id
-        workers = len(member.indices(self._record.name, committed))
+        workers = len(parts.indices(self._record.name, committed))
         if workers == self._logged_workers:
             return
         self._logged_workers = workers
@@ -312,8 +313,12 @@ class NodeAgent:
                     self._workers.stop(index, grace_s, after_s=self._last_checkpoint_s(index, records))
                 case member.Expect(index):
                     self._workers.stop(index, grace_s, after_s=_LEAVER_GRACE_S)
+                case member.Kill(index):
+                    self._workers.kill(index)
                 case member.Tell(index, generation_id, message):
                     self._workers.tell(index, generation_id, message)
+
+        self._workers.kill_unfrozen(self._settings.timeouts.freeze_s)
 
     def _last_checkpoint_s(self, index: int, records: JobRecords) -> float:
         """The seconds that the worker in slot `index` may take to write a last checkpoint and end, which it is told
@@ -336,7 +341,7 @@ class NodeAgent:
             return frozenset()
         if records.current.outcome is not Outcome.RUNNING or not self._workers.are_under_way(_UNDER_WAY_S):
             return self._starter.spares.indices
-        idle = member.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
+        idle = parts.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
         busy = {worker.slot.index for worker in self._workers.all() if worker.process.exit_code is None}
         reserve = self._starter.reserve if records.current.committed else frozenset()
         return idle | reserve | (self._starter.spares.indices - busy)
@@ -345,11 +350,14 @@ class NodeAgent:
         if not self._acknowledgements.are_due(time.monotonic()):
             return
         views = self._workers.views()
+        frozen = frozen_here(self._record.name, records.current, records.generations, views)
         for generation_id in (records.current.committed, records.current.proposed):
             generation = records.generations.get(generation_id)
-            if generation is None or not member.participants(self._record.name, generation, records.generations):
+            if generation is None or not parts.participants(self._record.name, generation, records.generations):
                 continue
-            summary = member.summarise(self._record.name, generation, records.generations, views, self._lost_up_to)
+            summary = member.summarise(
+                self._record.name, generation, records.generations, views, self._lost_up_to, frozen
+            )
             ack = replace(summary, contact=self._contact, logs=self._logs)
             if ack == self._acks.get(generation_id, Ack(generation_id, self._record.name)) or self._fence.fell:
                 continue
@@ -443,7 +451,7 @@ class NodeAgent:
         name, views = self._record.name, self._workers.views()
         for generation_id in (records.current.committed, records.current.proposed):
             generation = records.generations.get(generation_id)
-            if generation is None or self._workers.were_stopped(member.indices(name, generation)):
+            if generation is None or self._workers.were_stopped(parts.indices(name, generation)):
                 continue
             if member.summarise(name, generation, records.generations, views, self._lost_up_to).finished:
                 return True

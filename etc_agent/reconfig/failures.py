@@ -15,7 +15,7 @@ from etc_agent.reconfig.view import Policy, View, Wait
 
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 """What may differ between two failures of the same kind: pids, ports, addresses, times."""
-_EVIDENCE_S = 5.0
+EVIDENCE_S = 5.0
 """Seconds from the first sign of a hang until the leader acts: every node checks its workers and writes stacks
 first."""
 
@@ -55,11 +55,11 @@ def judge(view: View, committed: Generation, acks: list[Ack]) -> Verdict | None:
     failure = first_cause(ack.failure for ack in acks if ack.failure)
     if failure is None:
         return None
-    patience_s = _patience_s(view.policy, failure.kind, len(committed.nodes))
-    if view.failed_s < patience_s:
-        return Wait(patience_s - view.failed_s)
+    patient_s = patience_s(view.policy, failure.kind, len(committed.nodes))
+    if view.failed_s < patient_s:
+        return Wait(patient_s - view.failed_s)
     failure = _left_alone(failure, next((ack.ended for ack in acks if ack.ended), ""))
-    return _after(view, failure, acks)
+    return after_failure(view, failure, acks)
 
 
 def _left_alone(failure: Failure, ended: str) -> Failure:
@@ -95,39 +95,51 @@ def below_min(view: View, what: str) -> Wait | EndJob | None:
     return EndJob(1, f"{what}, nnodes wants at least {policy.min_nodes}, and {nobody}")
 
 
-def _patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
+def patience_s(policy: Policy, kind: FailureKind, num_nodes: int) -> float:
     """Seconds to wait for a better explanation: a dead node is noticed only when its lease runs out."""
     if kind in (FailureKind.RAISED, FailureKind.KILLED):
         return 0.0
     if kind in (FailureKind.UNRESPONSIVE, FailureKind.HUNG):
-        return _EVIDENCE_S
+        return EVIDENCE_S
     if num_nodes > 1:
         return policy.lost_s
     return policy.blame_s if kind in (FailureKind.UNCLEAR, FailureKind.PEER_LOST) else 0.0
 
 
-def _after(view: View, failure: Failure, acks: list[Ack]) -> Verdict:
+def after_failure(view: View, failure: Failure, acks: list[Ack]) -> FreshStart | EndJob:
     """The verdict on a failed worker: a fresh start, unless the restart budget is used up or the job keeps failing in
     the same way before it makes progress.
 
     A script without a session reports no steps; it has made progress if it ran longer than a worker may take to start.
     """
     current, policy = view.current, view.policy
-    what = f"the worker on {failure.slot} failed: {failure.error}"
-    if failure.kind.is_hang:
-        what = f"the worker on {failure.slot}, rank {_rank(view, failure.slot)}, {failure.error}"
+    what = described(view, failure)
     is_starting = any(ack.in_session for ack in acks) or view.phase_s < policy.start_s
     is_early = is_starting and not any(ack.has_stepped for ack in acks)
     signature = f"{failure.kind}: {_VARYING.sub('#', failure.error)}" if is_early else ""
     alike = current.failed_alike + 1 if is_early and signature == current.failed_as else int(is_early)
-    if current.restarts >= policy.max_restarts:
-        budget = f" ({policy.max_restarts} restarts used up)" if policy.max_restarts else ""
-        return EndJob(failure.exit_code, what + budget)
+    if (ended := over_budget(view, failure.exit_code, what)) is not None:
+        return ended
     if policy.alike_failures and alike >= policy.alike_failures:
         return EndJob(failure.exit_code, f"{what} ({alike} times alike before the first step; alike_failures)")
     current = replace(current, restarts=current.restarts + 1, failed_as=signature, failed_alike=alike)
     what = f"restart {current.restarts} of {policy.max_restarts}: {what}"
     return FreshStart(current, what, Trigger.WORKER_FAILED)
+
+
+def over_budget(view: View, exit_code: int, what: str) -> EndJob | None:
+    """The end of the job where another restart because of `what` would exceed the budget."""
+    policy = view.policy
+    if view.current.restarts < policy.max_restarts:
+        return None
+    return EndJob(exit_code, what + (f" ({policy.max_restarts} restarts used up)" if policy.max_restarts else ""))
+
+
+def described(view: View, failure: Failure) -> str:
+    """A failure for people."""
+    if failure.kind.is_hang:
+        return f"the worker on {failure.slot}, rank {_rank(view, failure.slot)}, {failure.error}"
+    return f"the worker on {failure.slot} failed: {failure.error}"
 
 
 def _rank(view: View, slot: str) -> int | None:

@@ -8,23 +8,12 @@ from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.failures import names, without
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed
-from etc_agent.reconfig.given_up import announced, forgetting, with_refusal
-from etc_agent.reconfig.records import (
-    Ack,
-    History,
-    Outcome,
-    Phase,
-    Refusal,
-    Reply,
-    Result,
-    first_cause,
-    first_refusal,
-    slowest,
-)
-from etc_agent.reconfig.requests import answer_meanwhile, met
-from etc_agent.reconfig.sizing import is_met
+from etc_agent.reconfig.given_up import announced, with_refusal
+from etc_agent.reconfig.proposals import commit, with_stop_time, withdraw
+from etc_agent.reconfig.records import Ack, Outcome, Phase, Refusal, first_cause, first_refusal
+from etc_agent.reconfig.recovery import handle
+from etc_agent.reconfig.requests import answer_meanwhile
 from etc_agent.reconfig.view import Decision, View, Wait, Write
-from etc_agent.reconfig.wanted import parse_wanted
 
 
 def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
@@ -33,12 +22,12 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
     old = [view.ack(committed.id, node) for node in committed.nodes]
     new = [view.ack(proposed.id, node) for node in nodes]
     armed = view.current.phase is Phase.ARMED
-    if (history := stop_time(view, committed, old)) is not None:
-        return Write(replace(view.current, unreported=False), history=history)
+    if (write := with_stop_time(view, committed, old)) is not None:
+        return write
     if all(ack.finished for ack in old):
         return end(view, Outcome.SUCCEEDED, 0, "every worker has finished")
     if all(ack.switched for ack in new):
-        return _commit(view, committed, proposed, new)
+        return commit(view, committed, proposed, new)
     if not view.usable:
         return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
     joiner = first_cause(ack.failure for ack in new if ack.failure) if armed else None
@@ -47,14 +36,14 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
         counting = [*old, *(replace(ack, failure=None) for ack in new)]
     else:
         counting = old + new if armed else old
-    if (decision := lost_or_failed(view, committed, counting)) is not None:
+    if (decision := handle(view, committed, counting)) is not None:
         return answer_meanwhile(view, decision)
     if armed:
         missing = view.lost(nodes)
         if any(ack.refusal for ack in new):
             # The migration was voted down, so no worker is in the new generation and none will be.
             if missing:
-                return _withdraw(view, proposed, f"{names(missing)} was lost while it joined")
+                return withdraw(view, proposed, f"{names(missing)} was lost while it joined")
             return _refused(view, proposed, new)
         if missing and (decision := carry_out(view, without(view, missing))) is not None:
             return decision
@@ -72,11 +61,11 @@ def _prepare(view: View, committed: Generation, proposed: Generation, old: list[
     gone = [node for node in proposed.nodes if node not in view.live or node in view.leaving]
     gone += [ack.node for ack in new if ack.lost]
     if gone:
-        return _withdraw(view, proposed, f"{names(gone)} left before it was ready")
+        return withdraw(view, proposed, f"{names(gone)} left before it was ready")
     if any(ack.refusal or ack.failure for ack in new):
         return _refused(view, proposed, new)
     if any(ack.finished for ack in old):
-        return _withdraw(view, proposed, "the job is finishing")
+        return withdraw(view, proposed, "the job is finishing")
     digests = {ack.prepared for ack in new}
     if "" not in digests:
         if len(digests) > 1:
@@ -108,56 +97,4 @@ def _refused(view: View, proposed: Generation, acks: list[Ack]) -> Decision:
 def _give_config_up(view: View, proposed: Generation, cause: Refusal) -> Write:
     """Withdraw the proposed generation because of `cause`, and record its config as given up."""
     given_up = replace(view, current=with_refusal(view, proposed.config, cause))
-    return _withdraw(given_up, proposed, f"{cause}{announced(given_up, proposed.config)}")
-
-
-def _withdraw(view: View, proposed: Generation, why: str) -> Write:
-    """Withdraw the proposed generation, and tell whoever asked for it. Whether the request can still be met is decided
-    when no generation is proposed."""
-    current = replace(view.current, proposed=0, phase=Phase.IDLE)
-    history = History(
-        proposed.id, str(proposed.config), proposed.previous, proposed.reason, "withdrawn", why,
-        trigger=proposed.trigger,
-    )
-    reply = None
-    if current.pending_scale:
-        reply = Reply(current.wanted, current.pending_scale, Result.PENDING, why, proposed.id)
-    return Write(current, reply=reply, history=history)
-
-
-def _commit(view: View, committed: Generation, proposed: Generation, acks: list[Ack]) -> Write:
-    before, after = set(committed.placement), set(proposed.placement)
-    current = replace(
-        view.current,
-        committed=proposed.id,
-        proposed=0,
-        phase=Phase.IDLE,
-        unreported=not proposed.is_held,
-        wanted_before=view.current.wanted,
-        given_up=forgetting(view.current, proposed.config).given_up,
-    )
-    history = History(
-        proposed.id, str(proposed.config), committed.id, proposed.reason, "committed",
-        step=max(ack.step for ack in acks),
-        kept=len(before & after), started=len(after - before), stopped=len(before - after),
-        moved_bytes=sum(ack.received_bytes for ack in acks),
-        phases_ms=slowest(ack.phases_ms for ack in acks),
-        prepare_ms=slowest(ack.prepare_ms for ack in acks),
-        trigger=proposed.trigger,
-    )
-    reply = None
-    if current.pending_scale and is_met(view, parse_wanted(current.wanted), proposed):
-        reply = met(view, proposed, f"the job runs as {proposed.config} from step {history.step}")
-        current = replace(current, pending_scale=0)
-    return Write(current, reply=reply, history=history)
-
-
-def stop_time(view: View, committed: Generation, acks: list[Ack]) -> History | None:
-    """The committed generation's history with its stop time, once every worker has completed its first step in it."""
-    if not view.current.unreported or any(ack.stop_ms is None for ack in acks):
-        return None
-    previous = view.generations[committed.previous]
-    nodes = dict.fromkeys((*previous.nodes, *committed.nodes))
-    write = _commit(view, previous, committed, [view.ack(committed.id, node) for node in nodes])
-    assert write.history is not None
-    return replace(write.history, stop_ms=max(ack.stop_ms or 0.0 for ack in acks))
+    return withdraw(given_up, proposed, f"{cause}{announced(given_up, proposed.config)}")

@@ -36,7 +36,8 @@ def start_fresh(view: View, reason: str, trigger: Trigger) -> Decision:
         trigger=trigger,
     )
     next_current = replace(
-        current, committed=generation.id, proposed=0, phase=Phase.IDLE, next_id=generation.id + 1, unreported=False
+        current, committed=generation.id, proposed=0, phase=Phase.IDLE, next_id=generation.id + 1, unreported=False,
+        loss=None, fruitless=0, recovery_ms={},
     )
     started = History(
         generation.id, str(config), 0, reason, "committed", started=config.num_ranks,
@@ -71,7 +72,7 @@ def end(view: View, outcome: Outcome, exit_code: int, why: str) -> Write:
     if current.pending_scale:
         message = f"the job {outcome}: {why}"
         reply = Reply(current.wanted, current.pending_scale, Result.REFUSED, message)
-    ended = replace(current, outcome=outcome, exit_code=exit_code, why=why, proposed=0, pending_scale=0)
+    ended = replace(current, outcome=outcome, exit_code=exit_code, why=why, proposed=0, pending_scale=0, loss=None)
     return Write(replace(ended, phase=Phase.IDLE), reply=reply)
 
 

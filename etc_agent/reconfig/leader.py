@@ -19,10 +19,12 @@ from etc_agent.parallel.topology import Placement
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.planner.placement import place
 from etc_agent.reconfig.failures import names
-from etc_agent.reconfig.following import follow, stop_time
-from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, end, lost_or_failed, roles_of, start_fresh, store_on
+from etc_agent.reconfig.following import follow
+from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, end, roles_of, start_fresh, store_on
 from etc_agent.reconfig.given_up import only_of_the_model, retry_in_s, with_refusal
+from etc_agent.reconfig.proposals import with_stop_time
 from etc_agent.reconfig.records import Current, Outcome, Phase, Refusal, Reply, Request, Result, first_refusal
+from etc_agent.reconfig.recovery import handle, recover
 from etc_agent.reconfig.requests import answer_meanwhile, is_starting, met, reply_to, take_up
 from etc_agent.reconfig.sizing import (
     NotDescribed,
@@ -48,6 +50,8 @@ def decide(view: View) -> Decision:
             return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, why)
         if view.committed is None:
             return _start(view)
+        if view.current.loss is not None:
+            return answer_meanwhile(view, recover(view, view.committed, view.current.loss))
         if view.current.proposed:
             return follow(view, view.committed, view.generations[view.current.proposed])
         return _steady(view, view.committed)
@@ -117,12 +121,12 @@ def _steady(view: View, committed: Generation) -> Decision:
         return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave")
     if committed.is_fresh and (refusal := first_refusal(ack.refusal for ack in acks if ack.refusal)):
         return _without(view, committed, refusal)
-    if (decision := lost_or_failed(view, committed, acks)) is not None:
+    if (write := with_stop_time(view, committed, acks)) is not None:
+        return write
+    if (decision := handle(view, committed, acks)) is not None:
         return answer_meanwhile(view, decision)
     if any(ack.finished for ack in acks):
         return Wait()
-    if (history := stop_time(view, committed, acks)) is not None:
-        return Write(replace(view.current, unreported=False), history=history)
     if view.scale and view.scale.revision > view.current.handled_scale and not view.paused:
         return _answer(view, view.scale)
     if view.paused:

@@ -7,25 +7,24 @@ messages into the node's acknowledgement.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import (
     Armed,
     Committed,
-    FirstStep,
+    Freeze,
     Message,
     Prepare,
-    Prepared,
-    Refused,
-    Switched,
     Withdrawn,
 )
 from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.freezing import about_loss, lost_here
+from etc_agent.reconfig.parts import base_of, committed_line, indices, participants, stayers
 from etc_agent.reconfig.records import (
     Ack,
     Current,
-    Failure,
+    NodeFrozen,
     Outcome,
     Phase,
     Refusal,
@@ -33,34 +32,7 @@ from etc_agent.reconfig.records import (
     first_refusal,
     slowest,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One worker process of this node, in slot `index`, started for generation `started_for`.
-
-    `exit_code`: None while it runs. `in_session`: it has sent Hello. `began_at`: the first step of the generation that
-    it was started for. `told`: messages already sent to it, by type and generation. `is_plain`: it runs no session and
-    never will. `has_stepped`: it has completed a training step. The messages of the worker itself are by generation.
-    """
-
-    index: int
-    started_for: int
-    in_session: bool = False
-    began_at: int = 0
-    is_plain: bool = False
-    has_stepped: bool = False
-    exit_code: int | None = None
-    failure: Failure | None = None
-    told: frozenset[tuple[str, int]] = frozenset()
-    prepared: Mapping[int, Prepared] = field(default_factory=dict)
-    refused: Mapping[int, Refused] = field(default_factory=dict)
-    switched: Mapping[int, Switched] = field(default_factory=dict)
-    first_step: Mapping[int, FirstStep] = field(default_factory=dict)
-
-    @property
-    def is_running(self) -> bool:
-        return self.exit_code is None
+from etc_agent.reconfig.worker_view import WorkerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +59,13 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
+class Kill:
+    """End the worker in slot `index` at once: it counts as lost."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """Send `message`, about `generation`, to the worker in slot `index`."""
 
@@ -95,7 +74,7 @@ class Tell:
     message: Message
 
 
-Action = Start | Stop | Expect | Tell
+Action = Start | Stop | Expect | Kill | Tell
 
 
 def owed(
@@ -116,7 +95,8 @@ def owed(
         return []
     actions: list[Action] = []
     base = base_of(committed, generations)
-    staying = indices(node, committed)
+    lost = lost_here(node, current.loss)
+    staying = indices(node, committed) - lost
     for index in staying:
         worker = workers.get(index)
         if worker is None or worker.started_for < base:
@@ -124,16 +104,19 @@ def owed(
                 actions.append(Stop(index))
             elif committed.is_fresh and committed.id > lost_up_to and not uncleared:
                 actions.append(Start(index, committed, joining=False))
-    joining = indices(node, proposed) - staying if proposed and proposed.id > lost_up_to else frozenset()
+    may_join = proposed is not None and proposed.id > lost_up_to
+    joining = indices(node, proposed) - stayers(node, proposed, generations) if proposed and may_join else frozenset()
     for index in joining:
         worker = workers.get(index)
         assert proposed is not None
         if worker is None or (worker.started_for < proposed.id and not worker.is_running):
             actions.append(Start(index, proposed, joining=True))
-        elif worker.started_for < proposed.id:
+        elif worker.started_for < proposed.id and index not in lost:
             actions.append(Expect(index))
     for index, worker in workers.items():
-        if worker.is_running and index not in staying | joining:
+        if worker.is_running and index in lost and worker.started_for <= committed.id:
+            actions.append(Kill(index))
+        elif worker.is_running and index not in staying | joining:
             actions.append(Expect(index) if worker.in_session and worker.started_for >= base else Stop(index))
     return actions + _messages(node, current, committed, proposed, generations, workers)
 
@@ -161,6 +144,11 @@ def _messages(
     for index, worker in workers.items():
         if not worker.in_session or not worker.is_running or worker.started_for < base:
             continue
+        message = about_loss(node, current.loss, committed, proposed, worker) if current.loss else None
+        if message is not None:
+            wanted.append(Tell(index, message.loss, message))
+        if isinstance(message, Freeze):
+            continue  # what follows depends on what all survivors answer
         if proposed is not None and index in participants(node, proposed, generations):
             previous = generations[proposed.previous]
             wanted.append(Tell(index, proposed.id, Prepare(node, proposed.to_json(), previous.to_json())))
@@ -187,11 +175,17 @@ def summarise(
     generations: Mapping[int, Generation],
     workers: Mapping[int, WorkerView],
     lost_up_to: int = 0,
+    frozen: NodeFrozen | None = None,
 ) -> Ack:
-    """This node's acknowledgement of `generation`. `lost_up_to`: as in `owed`."""
+    """This node's acknowledgement of `generation`. `lost_up_to`: as in `owed`. `frozen`: of `frozen_here`."""
     base = base_of(generation, generations)
     slots = indices(node, generation)
-    own = {index: worker for index, worker in workers.items() if worker.started_for >= base}
+    new = slots - stayers(node, generation, generations)
+    own = {
+        index: worker
+        for index, worker in workers.items()
+        if worker.started_for >= (generation.id if index in new else base)
+    }
     holding = [own[index] for index in slots if index in own]
     complete = bool(slots) and len(holding) == len(slots)
     taking_part = participants(node, generation, generations)
@@ -210,7 +204,12 @@ def summarise(
     if ready and len(digests) > 1:
         different = "two workers of one node computed different migration plans"
         refusals = [Refusal(f"{node}/{members[0].index}", ErrorKind.RAISED, different)]
-    failures = [worker.failure for worker in (*holding, *members) if worker.failure]
+    failures = {worker.index: worker.failure for worker in (*holding, *members) if worker.failure}
+    waiting = [
+        Refusal(f"{node}/{worker.index}", message.kind, message.error)
+        for worker in members
+        if worker.is_running and (message := worker.peer_lost.get(generation.id))
+    ]
     finished = complete and all(_finished(worker, generation.id) for worker in holding)
     return Ack(
         generation.id,
@@ -224,7 +223,10 @@ def summarise(
         finished=finished,
         lost=bool(slots) and generation.id <= lost_up_to and not finished,
         ended=next((f"{node}/{worker.index}" for worker in holding if _finished(worker, generation.id)), ""),
-        failure=first_cause(failures),
+        failure=first_cause(failures.values()),
+        failed=tuple(failures[index] for index in sorted(failures)),
+        peer_lost=first_refusal(waiting),
+        frozen=frozen,
         step=max(
             (worker.began_at for worker in holding) if generation.is_fresh else (message.step for message in switched),
             default=0,
@@ -241,39 +243,3 @@ def summarise(
 def _finished(worker: WorkerView, generation: int) -> bool:
     """Whether it exited with code 0 in `generation`, rather than leaving it for a later one."""
     return worker.exit_code == 0 and not any(later > generation for later in worker.switched)
-
-
-def indices(node: str, generation: Generation) -> frozenset[int]:
-    """The slots of `node` that have a worker in `generation`."""
-    return frozenset(slot.index for slot in generation.placement if slot.node == node)
-
-
-def idle(node: str, num_slots: int, current: Current, generations: Mapping[int, Generation]) -> frozenset[int]:
-    """The slots of `node` that neither the committed nor the proposed generation uses; none before the first."""
-    if not current.committed:
-        return frozenset()
-    used = [generations[g] for g in (current.committed, current.proposed) if g in generations]
-    return frozenset(range(num_slots)).difference(*(indices(node, generation) for generation in used))
-
-
-def participants(node: str, generation: Generation, generations: Mapping[int, Generation]) -> frozenset[int]:
-    """The slots of `node` that take part in the change to `generation`: those that stay, leave and join."""
-    previous = generations.get(generation.previous)
-    return indices(node, generation) | (indices(node, previous) if previous else frozenset())
-
-
-def base_of(generation: Generation, generations: Mapping[int, Generation]) -> int:
-    """The fresh generation from which `generation` descends: workers started earlier belong to no present generation.
-
-    A fresh generation is committed when it is written, so it is the newest before `generation`.
-    """
-    return max(other.id for other in generations.values() if other.is_fresh and other.id <= generation.id)
-
-
-def committed_line(generation: Generation, generations: Mapping[int, Generation]) -> frozenset[int]:
-    """`generation` and those before it, back to the fresh one or as far as there are records."""
-    line = [generation.id]
-    while not generation.is_fresh and generation.previous in generations:
-        generation = generations[generation.previous]
-        line.append(generation.id)
-    return frozenset(line)

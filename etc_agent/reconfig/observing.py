@@ -70,10 +70,10 @@ class Observer:
     """Since when the facts that decisions wait for have been as they are.
 
     `nodes`: which nodes are present, which instance of each, and their states. `current`: the record of that name.
-    `failed`: the committed generation, if a worker of it or of a later one has failed, else None. `refused`: likewise
-    the proposed one, if a worker refused it or has ended in it. `led`: whether there is a leader. `gone_at`: node ->
-    when it was first seen to be gone, for every node that was ever present and is not now. `cleared`, `instances`:
-    node -> that field of its last record.
+    `failed`: the committed generation, if a worker of it or of a later one has failed or has lost a peer, else None.
+    `refused`: likewise the proposed one, if a worker refused it or has ended in it. `led`: whether there is a leader.
+    `gone_at`: node -> when it was first seen to be gone, for every node that was ever present and is not now.
+    `cleared`, `instances`: node -> that field of its last record.
     """
 
     nodes: Lasting = Lasting()
@@ -89,7 +89,9 @@ class Observer:
     def observe(self, records: JobRecords, now: float) -> Observer:
         """The observer after it has seen `records` at time `now`."""
         committed = records.current.committed
-        has_failed = any(ack.failure for (generation, _), ack in records.acks.items() if generation >= committed)
+        has_failed = any(
+            ack.failure or ack.peer_lost for (generation, _), ack in records.acks.items() if generation >= committed
+        )
         proposed = records.current.proposed
         is_refused = any(
             ack.refusal or ack.failure for (generation, _), ack in records.acks.items() if generation == proposed

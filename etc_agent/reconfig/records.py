@@ -319,7 +319,8 @@ class Current(_Json):
     how many times in a row it occurred. `unreported`: the stop time of the committed generation is not yet in its
     history.
     `loss`: the loss of workers that is being handled, if there is one. `losses`: how many there were, so the number of
-    the last one.
+    the last one. `fruitless`: recoveries from a loss since the last completed step. `recovery_ms`: of the last
+    recovery, by phase, until it is in the history with the stop time.
     """
 
     committed: int = 0
@@ -338,6 +339,8 @@ class Current(_Json):
     unreported: bool = False
     loss: Loss | None = None
     losses: int = 0
+    fruitless: int = 0
+    recovery_ms: dict[str, float] = field(default_factory=dict)
     outcome: Outcome = Outcome.RUNNING
     exit_code: int = 0
     why: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.member import base_of
+from etc_agent.reconfig.parts import base_of
 from etc_agent.reconfig.records import Current, Reply, Request, Result
 from etc_agent.reconfig.sizing import check
 from etc_agent.reconfig.view import Decision, View, Wait, Write

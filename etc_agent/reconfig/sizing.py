@@ -9,7 +9,7 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.planner.choose import NoConfigError, choose_config, choose_exactly
 from etc_agent.reconfig.given_up import announced, for_good, in_force, retry_in_s
-from etc_agent.reconfig.member import base_of
+from etc_agent.reconfig.parts import base_of
 from etc_agent.reconfig.view import View
 from etc_agent.reconfig.wanted import Largest, Nodes, Wanted, Workers
 
@@ -110,7 +110,8 @@ def target(view: View, wanted: Wanted) -> ParallelConfig:
         NotDescribed: the model has to be asked first.
     """
     committed = view.committed
-    must_move = committed is not None and any(node in view.leaving for node in committed.nodes)
+    is_leaving = committed is not None and any(node in view.leaving for node in committed.nodes)
+    must_move = is_leaving or view.current.loss is not None
     try:
         config = meeting(view, wanted, view.num_usable_slots)
         if not must_move or in_force(view, config) is None:
@@ -124,7 +125,7 @@ def target(view: View, wanted: Wanted) -> ParallelConfig:
 
 
 def _untried(view: View, config: ParallelConfig) -> str | None:
-    """As `refusal`, for a node that leaves: it cannot wait until a put-off config may be tried again."""
+    """As `refusal`, for a node that leaves and after a loss: neither can wait until a put-off config may be tried."""
     given_up = in_force(view, config)
     return refusal(view, config) or (given_up.why if given_up else view.undescribed.get(config))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.member import base_of
+from etc_agent.reconfig.parts import base_of
 from etc_agent.reconfig.records import Current
 
 KEPT = 1000

@@ -11,6 +11,7 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Topology
 from etc_agent.reconfig.controls import Order
 from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, NodeState, Reply, Request
+from etc_agent.reconfig.replicas import Backup, no_backup
 from etc_agent.state.layout import Layout
 
 
@@ -35,6 +36,8 @@ class Policy:
     `fence_s`: how long after its lease a node that is cut off may take to stop its workers; see `reconfig.fencing`.
     `blame_s`: how long to wait, after a worker lost a peer, for that peer's own error.
     `below_min_s`: how long the job waits with fewer than `min_nodes`.
+    `replaces_raised`: a worker that raises an error of its own is lost like one that was killed, within the restart
+    budget.
     `retry_s`: wait before a change is tried again that failed for a reason that may pass; see `reconfig.given_up`.
     """
 
@@ -47,6 +50,7 @@ class Policy:
     max_restarts: int = 0
     alike_failures: int = 3
     redundancy: Redundancy = field(default_factory=Redundancy)
+    replaces_raised: bool = False
     pack: bool | None = None
     settle_s: float = 1.0
     prepare_s: float = 300.0
@@ -72,7 +76,8 @@ class View:
     of its own. `alive_s`: node that is gone from etcd -> since its agent last said, asked directly, that it still has
     workers. `cleared`: node -> that field of its record, for every node that was ever present. `testified`: nodes that
     are gone and whose workers have ended according to their `Testimony`.
-    `stop`: an administrator's order to end the job, if there is one.
+    `stop`: an administrator's order to end the job, if there is one. `backup`: which lost ranks can
+    be restored from copies that survivors keep.
     """
 
     policy: Policy
@@ -93,6 +98,7 @@ class View:
     undescribed: Mapping[ParallelConfig, str] = field(default_factory=dict)
     alive_s: Mapping[str, float] = field(default_factory=dict)
     cleared: Mapping[str, int] = field(default_factory=dict)
+    backup: Backup = no_backup
     stop: Order | None = None
     testified: frozenset[str] = frozenset()
 

@@ -120,13 +120,14 @@ def test_no_failure_starts_workers_beside_those_of_a_node_that_may_still_have_so
     assert cluster.current.committed == 1
 
 
-def test_a_node_that_stopped_its_workers_and_is_back_before_anybody_noticed_starts_anew_with_the_rest() -> None:
+def test_a_node_that_stopped_its_workers_and_is_back_before_anybody_noticed_joins_the_survivors() -> None:
     cluster = started(ELASTIC, "a", "b")
     cluster.cut_off("a")
     cluster.fence("a")
     cluster.come_back("a")
     cluster.run()
-    assert cluster.committed.id == 2
+    assert {slot.node for slot in cluster.generations[2].lost} == {"a"}
+    assert cluster.committed.id == 3
     assert set(cluster.committed.nodes) == {"a", "b"}
     assert cluster.current.restarts == 0, "being cut off is not the job's failure"
     cluster.assert_consistent()

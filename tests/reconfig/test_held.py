@@ -104,16 +104,17 @@ def test_a_request_is_not_done_while_the_job_is_held() -> None:
     assert [reply.result for reply in cluster.replies].count(Result.DONE) == 1
 
 
-def test_a_worker_that_fails_while_the_job_is_held_restarts_it_once_there_are_enough_nodes() -> None:
+def test_a_worker_that_fails_while_the_job_is_held_is_no_restart_once_there_are_enough_nodes() -> None:
     cluster = held()
     cluster.is_quiet = False
     cluster.fail("a", 0, Failure("a/0", FailureKind.KILLED, 137, "killed by SIGKILL"))
     cluster.run()
-    assert cluster.committed.is_held, "a restart below the smallest number would train"
+    assert cluster.committed.is_held, "a recovery below the smallest number would train"
     cluster.join("c")
     cluster.run()
-    assert cluster.committed.is_fresh
-    assert cluster.current.restarts == 1
+    assert not cluster.committed.is_fresh
+    assert not cluster.committed.is_held
+    assert cluster.current.restarts == 0
 
 
 def test_workers_that_cannot_hand_over_are_not_started_anew_below_the_smallest_number() -> None:

@@ -128,7 +128,7 @@ class LifeNearItsMinimum(JobLife):
         super().teardown()
         cluster = self.cluster
         if not self.is_over():
-            assert cluster.committed.is_held <= (len(cluster.view().usable) < 2)
+            assert cluster.committed.is_held <= (len(cluster.view().usable) < 2), cluster.current
 
 
 for life in (JobLife, LifeNearItsMinimum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.member import base_of
+from etc_agent.reconfig.parts import base_of
 from etc_agent.reconfig.records import Current
 from etc_agent.reconfig.tidy import KEPT, Outdated, outdated
 

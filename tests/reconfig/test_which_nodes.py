@@ -22,12 +22,12 @@ def ranked(policy: Policy, **ranks: int) -> Cluster:
     return cluster
 
 
-def test_nodes_are_in_the_order_of_the_ranks_that_were_asked_for_and_survivors_keep_it() -> None:
+def test_nodes_are_in_the_order_of_the_ranks_that_were_asked_for_and_survivors_keep_theirs() -> None:
     cluster = ranked(Policy(1, 4, num_slots=1), a=2, b=0, c=3, d=1)
     assert cluster.committed.nodes == ("b", "d", "a", "c")
     cluster.lose("d")
     cluster.run()
-    assert cluster.committed.nodes == ("b", "a", "c")
+    assert cluster.committed.nodes == ("b", "c", "a"), "c takes the rank that is free"
 
 
 def test_a_joiner_that_sorts_before_the_others_leaves_rank_0_where_it_is() -> None:

@@ -21,9 +21,12 @@ from etc_agent.control.messages import (
     Described,
     Finish,
     FirstStep,
+    Freeze,
+    Frozen,
     Heartbeat,
     Hello,
     Message,
+    PeerLost,
     Plain,
     Position,
     Prepared,
@@ -36,8 +39,8 @@ from etc_agent.control.messages import (
 )
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.member import WorkerView
 from etc_agent.reconfig.records import Failure, first_cause
+from etc_agent.reconfig.worker_view import WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,8 @@ class LocalWorker:
 
     `life_at`: when it last sent a message that shows progress of its main thread, in time.monotonic() seconds; 0:
     never. `hang`: what is known about it if it hangs. `fell_at`: when it was ended by a signal to leave that this agent
-    did not send. `left_to_us`: such a signal that its session passed to this agent, and when.
+    did not send. `left_to_us`: such a signal that its session passed to this agent, and when. `freeze`: the number of
+    the loss for which it was last told to freeze, and when.
     """
 
     slot: Slot
@@ -73,6 +77,7 @@ class LocalWorker:
     hang: Failure | None = None
     fell_at: float = float("-inf")
     left_to_us: tuple[int, float] | None = None
+    freeze: tuple[int, float] | None = None
     life_at: float = 0.0
     in_session: bool = False
     began_at: int = 0
@@ -125,6 +130,8 @@ class LocalWorker:
             refused=dict(self.received[Refused.type]),  # type: ignore[arg-type]
             switched=dict(self.received[Switched.type]),  # type: ignore[arg-type]
             first_step=dict(self.received[FirstStep.type]),  # type: ignore[arg-type]
+            frozen=dict(self.received[Frozen.type]),  # type: ignore[arg-type]
+            peer_lost=dict(self.received[PeerLost.type]),  # type: ignore[arg-type]
         )
 
 
@@ -215,6 +222,24 @@ class LocalWorkers:
             self.tell(index, 0, Finish())
         return True
 
+    def kill(self, index: int) -> None:
+        """End the worker in slot `index` at once. It counts as failed, unlike one that is stopped."""
+        self._workers[index].process.kill_group()
+
+    def kill_unfrozen(self, freeze_s: float) -> None:
+        """End the workers that were told to freeze `freeze_s` ago and have not answered."""
+        for worker in self._workers.values():
+            if worker.freeze is None or worker.process.exit_code is not None:
+                continue
+            number, told_at = worker.freeze
+            if number in worker.received[Frozen.type]:
+                worker.freeze = None
+            elif time.monotonic() - told_at >= freeze_s:
+                worker.freeze = None
+                what = "worker %s has not stopped within %g s (timeouts.freeze_s) of the loss of another; it is killed"
+                logger.error(what, worker.slot, freeze_s)
+                worker.process.kill_group()
+
     def stop_all(self, grace_s: float) -> None:
         for worker in self._workers.values():
             if worker.process.exit_code is None:
@@ -277,6 +302,8 @@ class LocalWorkers:
         """Send `message` to a worker, unless it was sent before."""
         worker = self._workers[index]
         worker.told.add((message.type, generation))
+        if isinstance(message, Freeze):
+            worker.freeze = (message.loss, time.monotonic())
         worker.send(message)
 
     def ask(self, message: Message, members: frozenset[int]) -> bool:
@@ -313,8 +340,10 @@ class LocalWorkers:
                 worker.is_plain = True
             case Described():
                 return message
-            case Prepared() | Refused() | Switched() | FirstStep():
+            case Prepared() | Refused() | Switched() | FirstStep() | PeerLost():
                 worker.received[message.type][message.generation] = message
+            case Frozen():
+                worker.received[message.type][message.loss] = message
             case Progress():
                 worker.progress = message
             case Signalled(number):

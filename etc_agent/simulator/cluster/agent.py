@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.reconfig import member
+from etc_agent.reconfig import member, parts
 from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, PeerStatus
+from etc_agent.reconfig.freezing import frozen_here
 from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.records import Ack, Failure, FailureKind, NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.surroundings import Surroundings
 from etc_agent.reconfig.view import Decision, Describe, Policy, View, Wait, Write, is_used, uncleared
+from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.simulator.cluster.etcd import Etcd
 from etc_agent.simulator.cluster.workers import Model, Worker
 from etc_agent.state.layout import Layout
@@ -159,11 +161,12 @@ class Agent:
     def _acknowledge(self) -> None:
         current, generations = self.records.current, self.records.generations
         views = self._views()
+        frozen = frozen_here(self.name, current, generations, views)
         for generation_id in (current.committed, current.proposed):
             generation = generations.get(generation_id)
-            if generation is None or not member.participants(self.name, generation, generations):
+            if generation is None or not parts.participants(self.name, generation, generations):
                 continue
-            summary = member.summarise(self.name, generation, generations, views, self.lost_up_to)
+            summary = member.summarise(self.name, generation, generations, views, self.lost_up_to, frozen)
             ack = replace(summary, contact=self.name)
             if ack != self.records.acks.get((generation_id, self.name), Ack(generation_id, self.name)):
                 self.world.etcd.acknowledge(ack)
@@ -203,7 +206,7 @@ class Agent:
         )
         return self.world.fencing_rule(evidence, fencing, now)
 
-    def _views(self) -> dict[int, member.WorkerView]:
+    def _views(self) -> dict[int, WorkerView]:
         return {index: worker.view for index, worker in self.workers.items()}
 
     def _act(self) -> bool:
@@ -223,6 +226,8 @@ class Agent:
                     self.workers[index].stop(world.now, world.model.stop_s)
                 case member.Expect(index):
                     self.workers[index].stop(world.now, world.model.stop_s + 1)
+                case member.Kill(index):
+                    self.workers[index].fail(Failure(f"{self.name}/{index}", FailureKind.KILLED, KILLED, "killed"))
                 case member.Tell(index, generation_id, message):
                     self.workers[index].hear(generation_id, message, world.model)
         return bool(actions)

@@ -7,13 +7,17 @@ and a network instead.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import (
+    Agreed,
     Armed,
     Committed,
     FirstStep,
+    Freeze,
+    Frozen,
     Message,
     Prepare,
     Prepared,
@@ -23,13 +27,14 @@ from etc_agent.control.messages import (
 )
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig import member
+from etc_agent.reconfig import member, parts
+from etc_agent.reconfig.freezing import frozen_here
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.member import WorkerView
 from etc_agent.reconfig.records import (
     Ack,
     Current,
     Failure,
+    FailureKind,
     History,
     NodeRecord,
     NodeState,
@@ -37,7 +42,9 @@ from etc_agent.reconfig.records import (
     Reply,
     Request,
 )
+from etc_agent.reconfig.replicas import Backup, no_backup
 from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write, is_used, store_of, uncleared
+from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.simulator.cluster.workers import layout_of
 from etc_agent.state.layout import Layout
 
@@ -75,6 +82,14 @@ class Cluster:
     absent_s: dict[str, float] = field(default_factory=dict)
     lost_up_to: dict[str, int] = field(default_factory=dict)
     cut: dict[str, tuple[NodeRecord, int]] = field(default_factory=dict)
+
+    step: int = 7
+    completed: int = 0
+    is_deaf: bool = False
+    broken: str = ""
+    has_first_step: bool = True
+    backup: Backup = no_backup
+    agreed: list[tuple[int, int, bool]] = field(default_factory=list)
 
     # ---- what happens to a job --------------------------------------------------------------------------------
 
@@ -120,7 +135,8 @@ class Cluster:
 
     def fail(self, name: str, index: int, failure: Failure) -> None:
         worker = self.workers[name][index]
-        self.workers[name][index] = replace(worker, exit_code=failure.exit_code, failure=failure)
+        exit_code = None if failure.kind.is_hang else failure.exit_code
+        self.workers[name][index] = replace(worker, exit_code=exit_code, failure=failure)
 
     def stay(self, why: str) -> None:
         """The workers that are in a switch continue in the generation from which they come."""
@@ -148,7 +164,7 @@ class Cluster:
         return View(
             self.policy, tuple(self.nodes.values()), self.current, self.generations, self.acks, self.scale, self.drains,
             self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s, self.connected_s, self.absent_s,
-            self.refused_s, self.undescribed,
+            self.refused_s, self.undescribed, backup=self.backup,
         )
 
     def run(self, limit: int = 200) -> None:
@@ -160,12 +176,24 @@ class Cluster:
         raise AssertionError(f"still busy after {limit} turns: {self.current}")
 
     def catch_up(self) -> None:
-        """Workers that were slow are ready now."""
+        """Workers that were slow are ready now, and those that were deaf hear."""
         for workers in self.workers.values():
             for index, worker in workers.items():
                 if (Prepare.type, self.current.proposed) in worker.told:
                     ready = Prepared(self.current.proposed, "digest")
-                    workers[index] = replace(worker, prepared={**worker.prepared, self.current.proposed: ready})
+                    worker = replace(worker, prepared={**worker.prepared, self.current.proposed: ready})
+                unheard = {number for kind, number in worker.told if kind == Freeze.type} - set(worker.frozen)
+                for number in unheard:
+                    worker = self._hear(worker, number, Freeze(number))
+                if (Armed.type, self.current.proposed) in worker.told:
+                    worker = self._hear(worker, self.current.proposed, Armed(self.current.proposed))
+                workers[index] = worker
+
+    def enter(self, name: str, index: int, generation: int) -> None:
+        """The worker in that slot has seen the vote of the change to `generation` succeed, before any other."""
+        worker = self.workers[name][index]
+        switched = Switched(generation, self.step, {}, 1, 1, 1)
+        self.workers[name][index] = replace(worker, switched={**worker.switched, generation: switched})
 
     def lead(self) -> bool:
         """Let the leader decide once; returns whether it had anything to do."""
@@ -208,6 +236,9 @@ class Cluster:
                     workers[index] = self._started(index, generation)
                 case member.Stop(index) | member.Expect(index):
                     workers[index] = replace(workers[index], exit_code=0 if workers[index].switched else 143)
+                case member.Kill(index):
+                    killed = Failure(f"{name}/{index}", FailureKind.KILLED, 137, "killed")
+                    workers[index] = replace(workers[index], exit_code=137, failure=killed)
                 case member.Tell(index, generation_id, message):
                     workers[index] = self._hear(workers[index], generation_id, message)
         return self._acknowledge(name) or bool(actions) or renews
@@ -237,20 +268,32 @@ class Cluster:
                 first = FirstStep(generation_id, 10 * generation_id, 5.0)
                 return replace(
                     worker,
+                    failure=None,
                     switched={**worker.switched, generation_id: switched},
-                    first_step={**worker.first_step, generation_id: first},
+                    first_step={**worker.first_step, generation_id: first} if self.has_first_step else {},
                 )
-            case Prepare() | Committed() | Withdrawn():
+            case Freeze(loss) if not self.is_deaf:
+                generation = _in_force(worker, self.generations)
+                frozen = Frozen(loss, generation, self.step, completed=self.completed, broken=self.broken)
+                return replace(worker, frozen={**worker.frozen, loss: frozen})
+            case Agreed():
+                self.agreed.append((message.generation, message.step, message.ok))
+                if worker.started_for == message.generation or message.generation in worker.switched:
+                    return worker
+                switched = Switched(message.generation, message.step, {}, 1, 1, 1)
+                return replace(worker, switched={**worker.switched, message.generation: switched})
+            case Prepare() | Committed() | Withdrawn() | Freeze():
                 return worker
         raise AssertionError(message)
 
     def _acknowledge(self, name: str) -> bool:
         changed = False
+        frozen = frozen_here(name, self.current, self.generations, self.workers[name])
         for generation_id in (self.current.committed, self.current.proposed):
             generation = self.generations.get(generation_id)
-            if generation and member.participants(name, generation, self.generations):
+            if generation and parts.participants(name, generation, self.generations):
                 lost_up_to = self.lost_up_to.get(name, 0)
-                ack = member.summarise(name, generation, self.generations, self.workers[name], lost_up_to)
+                ack = member.summarise(name, generation, self.generations, self.workers[name], lost_up_to, frozen)
                 changed |= self.acks.get((generation_id, name)) != ack
                 self.acks[generation_id, name] = ack
         return changed
@@ -277,3 +320,9 @@ class Cluster:
         """Exactly the committed generation's slots have a worker, once nothing is left to do."""
         if self.current.outcome is Outcome.RUNNING and self.current.committed:
             assert self.running() == {(slot.node, slot.index) for slot in self.committed.placement}
+
+
+def _in_force(worker: WorkerView, generations: Mapping[int, Generation]) -> int:
+    """The generation in which a worker trains; 0 for a joiner before its first."""
+    started_for = generations[worker.started_for]
+    return max((started_for.id if started_for.is_fresh else 0, *worker.switched))

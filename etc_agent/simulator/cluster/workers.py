@@ -5,11 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from etc_agent.control.causes import ErrorKind
-from etc_agent.control.messages import Armed, FirstStep, Message, Prepare, Prepared, Refused, Switched
+from etc_agent.control.messages import (
+    Agreed,
+    Armed,
+    FirstStep,
+    Freeze,
+    Frozen,
+    Message,
+    PeerLost,
+    Prepare,
+    Prepared,
+    Refused,
+    Switched,
+)
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.member import WorkerView
 from etc_agent.reconfig.records import Failure
+from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
 
@@ -45,14 +57,23 @@ class Model:
         return self.impossible.get(str(config)) or layout_of(config)
 
 
+class Contradiction(AssertionError):
+    """Survivors of a loss were told to continue from something that one of them cannot continue from."""
+
+
 @dataclass
 class Worker:
-    """One process. `generation`: the one in which it trains, 0 while it waits to join one. `armed`: the one to which it
-    may switch. `ends_at`: when it will have ended, after it was told to stop."""
+    """One process. `generation`: the one in which it trains, 0 while it waits to join one. `step`: the next one there.
+    `armed`: the one to which it may switch. `completed`: the one to which it may still switch although it is frozen.
+    `is_latched`: it is frozen, and takes part in no vote before it is in another generation. `ends_at`: when it will
+    have ended, after it was told to stop."""
 
     view: WorkerView
     generation: int = 0
+    step: int = 0
     armed: int = 0
+    completed: int = 0
+    is_latched: bool = False
     ends_at: float = float("inf")
 
     @classmethod
@@ -80,6 +101,37 @@ class Worker:
             self.prepare(model)
         elif isinstance(message, Armed):
             self.armed = generation
+        elif isinstance(message, Freeze):
+            self.freeze(message.loss)
+        elif isinstance(message, Agreed):
+            self.agree(message)
+
+    def freeze(self, loss: int) -> None:
+        self.is_latched = True
+        answer = Frozen(loss, self.generation, self.step, completed=self.completed)
+        self.view = replace(self.view, frozen={**self.view.frozen, loss: answer})
+
+    def agree(self, agreed: Agreed) -> None:
+        """Continue from what all survivors continue from.
+
+        Raises:
+            Contradiction: it cannot.
+        """
+        if self.generation != agreed.generation:
+            if self.completed != agreed.generation:
+                raise Contradiction(f"in {self.generation}, completed {self.completed}, told {agreed}")
+            self.enter(agreed.generation, agreed.step)
+            self.is_latched = True
+        if not agreed.step - 1 <= self.step <= agreed.step:
+            raise Contradiction(f"at step {self.step}, told {agreed}")
+        self.step = agreed.step
+        self.armed = 0
+
+    def lose_peer(self) -> None:
+        """An operation with its peers has failed."""
+        if self.view.in_session and not self.is_latched and self.generation not in self.view.peer_lost:
+            report = PeerLost(self.generation, self.step, "Connection reset by peer")
+            self.view = replace(self.view, peer_lost={**self.view.peer_lost, self.generation: report})
 
     def prepare(self, model: Model) -> None:
         """Answer for every generation that it was told to prepare and has not answered for."""
@@ -96,16 +148,19 @@ class Worker:
         self.armed = 0
         self.view = replace(self.view, refused={**self.view.refused, generation: Refused(generation, why, kind)})
 
-    def switch(self, generation: int) -> None:
+    def enter(self, generation: int, step: int) -> None:
         """It is past the vote of the change to `generation`."""
-        self.generation, self.armed = generation, 0
-        switched = {**self.view.switched, generation: Switched(generation, 10 * generation, {"migrate": 1.0}, 1, 1, 1)}
-        first = {**self.view.first_step, generation: FirstStep(generation, 10 * generation, 5.0)}
-        self.view = replace(self.view, switched=switched, first_step=first)
+        self.generation, self.step, self.armed, self.completed, self.is_latched = generation, step, 0, 0, False
+        switched = {**self.view.switched, generation: Switched(generation, step, {"migrate": 1.0}, 1, 1, 1)}
+        self.view = replace(self.view, switched=switched)
 
-    def step(self) -> None:
+    def complete_step(self) -> None:
+        self.step += 1
         if not self.view.has_stepped:
             self.view = replace(self.view, has_stepped=True)
+        if self.generation in self.view.switched and self.generation not in self.view.first_step:
+            first = {**self.view.first_step, self.generation: FirstStep(self.generation, self.step, 5.0)}
+            self.view = replace(self.view, first_step=first)
 
     def stop(self, now: float, after_s: float) -> None:
         """It was told to end, by a signal."""

@@ -30,8 +30,10 @@ class TrainedAtOnce(AssertionError):
 @dataclass
 class World:
     """`cut`: pairs (from, to) of nodes, or of a node and `ETCD`, where the first cannot open a connection to the
-    second. `trained`: generation -> the first and the last moment at which it trained. `fencing_rule` and `decide` are
-    the real ones unless a test replaces them by a wrong one, to see that this is noticed."""
+    second. `trained`: generation -> the first and the last moment at which it trained. `broken`: generations
+    of which a connection was cut for good. `torn_after`: so many workers see the vote of a change succeed, the others
+    nothing; None: all do. `fencing_rule` and `decide` are the real ones unless a test replaces them by a wrong one, to
+    see that this is noticed."""
 
     policy: Policy
     fencing: Fencing
@@ -42,6 +44,8 @@ class World:
     agents: dict[str, Agent] = field(default_factory=dict)
     cut: set[tuple[str, str]] = field(default_factory=set)
     trained: dict[int, tuple[float, float]] = field(default_factory=dict)
+    broken: set[int] = field(default_factory=set)
+    torn_after: int | None = None
     etcd: Etcd = field(init=False)
     _num_lives: int = 0
 
@@ -132,38 +136,64 @@ class World:
         for generation_id in sorted(alive - {0}):
             generation = self.etcd.records.generations[generation_id]
             workers = [self._worker(generation, slot.node, slot.index) for slot in generation.placement]
-            whole = [worker for worker in workers if worker is not None]
-            if len(whole) < len(workers) or not self._are_linked(generation.nodes):
+            whole = [worker for worker in workers if worker is not None and not worker.is_latched]
+            if len(whole) < len(workers) or generation_id in self.broken:
+                self._notice(generation)
+                continue
+            if not self._are_linked(generation.nodes):
                 continue
             if not generation.is_held:
                 training.append(generation_id)
                 for node in generation.nodes:
                     self.agents[node].stepped_at = self.now
                 for worker in whole:
-                    worker.step()
-            self._change(generation, whole)
+                    worker.complete_step()
+            proposed = self.etcd.records.generations.get(max(worker.armed for worker in whole))
+            if proposed is not None and proposed.previous == generation.id and not proposed.lost:
+                self._change(generation, proposed)
+        self._recover()
         for generation_id in training:
             first, _ = self.trained.get(generation_id, (self.now, self.now))
             self.trained[generation_id] = (first, self.now)
         if len(training) > 1:
             raise TrainedAtOnce(f"generations {training} trained at once, {self.now:g} s after the start")
 
-    def _change(self, generation: Generation, whole: list[Worker]) -> None:
-        """The vote of the next change, if every worker of both generations is present and armed."""
-        proposed = self.etcd.records.generations.get(max(worker.armed for worker in whole))
-        if proposed is None or proposed.previous != generation.id:
-            return
-        slots = {*generation.placement, *proposed.placement}
+    def _notice(self, generation: Generation) -> None:
+        """Workers notice that the process of a peer on a host that lives has ended, or that their groups are broken."""
+        for slot in generation.placement:
+            worker = self._worker(generation, slot.node, slot.index)
+            gone = [
+                other
+                for other in generation.placement
+                if other.node in self.agents and self._worker(generation, other.node, other.index) is None
+            ]
+            if worker is not None and (gone or generation.id in self.broken):
+                worker.lose_peer()
+
+    def _recover(self) -> None:
+        """The change to the generation in which the survivors of a loss go on, when all are armed for it."""
+        records = self.etcd.records
+        proposed = records.generations.get(records.current.proposed)
+        if proposed is not None and records.current.loss is not None and proposed.previous in records.generations:
+            self._change(records.generations[proposed.previous], proposed)
+
+    def _change(self, generation: Generation, proposed: Generation) -> None:
+        """The vote of a change, if every worker that takes part in it is present and armed."""
+        slots = {*(slot for slot in generation.placement if slot not in proposed.lost), *proposed.placement}
         taking_part = [(slot, self._taking_part(slot.node, slot.index, proposed.id)) for slot in slots]
         nodes = tuple({slot.node for slot in slots})
-        if any(worker is None for _, worker in taking_part) or not self._are_linked(nodes):
+        present = [(slot, worker) for slot, worker in taking_part if worker is not None]
+        if len(present) < len(taking_part) or not self._are_linked(nodes):
             return
-        for slot, worker in taking_part:
-            assert worker is not None
-            if self.model.votes_down:
+        if self.model.votes_down:
+            for _, worker in present:
                 worker.refuse(proposed.id, self.model.votes_down, self.model.kind)
-                continue
-            worker.switch(proposed.id)
+            return
+        step = max(worker.step for _, worker in present)
+        for _, worker in present:
+            worker.completed = proposed.id
+        for slot, worker in present[: self.torn_after]:
+            worker.enter(proposed.id, step)
             if slot not in proposed.placement:
                 worker.end(0)
 

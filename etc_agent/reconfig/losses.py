@@ -1,0 +1,151 @@
+"""Whether workers are lost without which the others can go on: what has to be known before anything is decided.
+
+A worker that raises an error of its own is the job's failure, not a loss (unless the job file says so). All other
+deaths, nodes that are certainly gone, and hangs are losses. So is a connection that was cut while every worker lives:
+nobody is lost then, and all form new groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from etc_agent.parallel.generation import Generation, Trigger
+from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.failures import (
+    FreshStart,
+    Verdict,
+    after_failure,
+    described,
+    names,
+    over_budget,
+    patience_s,
+)
+from etc_agent.reconfig.parts import base_of
+from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, first_cause, first_refusal
+from etc_agent.reconfig.view import View, Wait
+
+_FREE = 2
+"""Recoveries in a row without a completed step between them that do not count as restarts: two faults may come soon
+after each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The workers in `slots` are lost, and the others can go on without them. `current`: the record with what this
+    counts for. No slots: all workers live, and a connection between them was cut."""
+
+    current: Current
+    slots: tuple[str, ...]
+    why: str
+
+
+def can_continue(view: View, committed: Generation) -> bool:
+    """Whether the workers of `committed` can go on without some of them: every one has opened a session, and none has
+    come to the script's end."""
+    first = view.generations[base_of(committed, view.generations)]
+    if not all(view.ack(first.id, node).in_session for node in first.nodes):
+        return False
+    return not any(view.ack(committed.id, node).ended for node in committed.nodes)
+
+
+def survivors(view: View, committed: Generation, lost: Iterable[str] = ()) -> tuple[Slot, ...]:
+    """The slots of `committed` whose workers are neither known to be lost nor in `lost`."""
+    gone = {*(view.current.loss.slots if view.current.loss else ()), *lost}
+    return tuple(slot for slot in committed.placement if str(slot) not in gone)
+
+
+def look(view: View, committed: Generation, acks: list[Ack]) -> Lost | Verdict | None:
+    """What has been lost of `committed` beyond what is known already; a verdict where that is not for the survivors to
+    handle, or not clear yet; None where nothing is. `acks`: of every node whose workers belong to the job now."""
+    alive = survivors(view, committed)
+    here = {str(slot) for slot in alive}
+    failed = {failure.slot: failure for ack in acks for failure in ack.failed if failure.slot in here}
+    ended = {slot: failure for slot, failure in failed.items() if not failure.kind.is_hang}
+    raised = first_cause(failure for failure in ended.values() if failure.kind is FailureKind.RAISED)
+    if raised is not None and not view.policy.replaces_raised:
+        return after_failure(view, raised, acks)
+    members = tuple(dict.fromkeys(slot.node for slot in alive))
+    missing = [*view.lost(members), *dict.fromkeys(ack.node for ack in acks if ack.lost and ack.node in view.live)]
+    on_missing = [str(slot) for slot in alive if slot.node in missing]
+    certain = [failure for failure in ended.values() if failure.kind in _CERTAIN]
+    if on_missing or certain:
+        cause = first_cause(certain)
+        why = described(view, cause) if cause else f"{names(dict.fromkeys(missing))} was lost"
+        return _counted(view, Lost(view.current, tuple(sorted({*on_missing, *ended})), why), raised)
+    absent = [node for node in members if node not in view.live]
+    if absent:
+        # The node may come back. Until it is certainly lost, its workers could meet those of the next generation.
+        return Wait(max(view.policy.lost_s - view.connected_s, *map(view.fenced_in_s, absent)))
+    return _by_appearance(view, committed, acks, failed)
+
+
+_CERTAIN = (FailureKind.RAISED, FailureKind.KILLED, FailureKind.SILENT)
+"""Of these it does not matter what else is found out: the worker is gone, and not because of another's loss."""
+
+
+def _by_appearance(
+    view: View, committed: Generation, acks: list[Ack], failed: dict[str, Failure]
+) -> Lost | Verdict | None:
+    """Workers that hang, or that were disturbed by another's failure, which is still to be found."""
+    loss = view.current.loss
+    cause = first_cause(failure for failure in failed.values() if loss is None or not failure.kind.is_hang)
+    if cause is not None:
+        patient_s = patience_s(view.policy, cause.kind, len(committed.nodes))
+        if view.failed_s < patient_s:
+            return Wait(patient_s - view.failed_s)
+        if cause.kind is FailureKind.WAITING:
+            return _cut(view, acks, cause, described(view, cause))
+        slots = tuple(sorted(_ended(failed)) or [cause.slot])
+        return _counted(view, Lost(view.current, slots, described(view, cause)))
+    # Of a loss that is being handled these reports are known; a later generation's are new.
+    new = [ack for ack in acks if loss is None or ack.generation > committed.id]
+    report = first_refusal(ack.peer_lost for ack in new if ack.peer_lost)
+    if report is None:
+        return None
+    joiner = first_cause(failure for ack in new for failure in ack.failed if not failure.kind.is_hang)
+    patient_s = view.policy.blame_s if len(committed.nodes) == 1 else max(view.policy.blame_s, view.policy.lost_s)
+    if joiner is None and view.failed_s < patient_s:
+        return Wait(patient_s - view.failed_s)
+    if joiner is not None:
+        return Lost(view.current, (), described(view, joiner))
+    failure = Failure(report.slot, FailureKind.PEER_LOST, 1, report.error)
+    return _cut(view, acks, failure, f"the worker on {report.slot} lost the connection to a peer: {report.error}")
+
+
+def _cut(view: View, acks: list[Ack], failure: Failure, why: str) -> Lost | Verdict:
+    """All workers live, and form new groups; if that has just been done, it does not help."""
+    return after_failure(view, failure, acks) if view.current.fruitless else Lost(view.current, (), why)
+
+
+def _ended(failed: dict[str, Failure]) -> list[str]:
+    return [slot for slot, failure in failed.items() if not failure.kind.is_hang]
+
+
+def _counted(view: View, lost: Lost, raised: Failure | None = None) -> Lost | Verdict:
+    """`lost`, counted as a restart where it is a worker's own error, or the latest of several without progress."""
+    if raised is None and view.current.fruitless < _FREE:
+        return lost
+    if (ended := over_budget(view, raised.exit_code if raised else 1, lost.why)) is not None:
+        return ended
+    restarts = view.current.restarts + 1
+    why = f"restart {restarts} of {view.policy.max_restarts}: {lost.why}"
+    return Lost(replace(lost.current, restarts=restarts), lost.slots, why)
+
+
+def trigger_of(view: View, slots: Iterable[str]) -> Trigger:
+    """The kind of a loss: whether it is of whole nodes."""
+    nodes = {Slot.parse(slot).node for slot in slots}
+    return Trigger.NODE_LOST if nodes and nodes.isdisjoint(view.live) else Trigger.WORKER_FAILED
+
+
+def instead(view: View, committed: Generation, acks: list[Ack], lost: Lost, why: str) -> FreshStart | Verdict:
+    """The verdict where the survivors of `lost` cannot go on, for the reason `why`: as for a job without a session."""
+    failures = [failure for ack in acks for failure in ack.failed if failure.slot in lost.slots]
+    cause = first_cause(failures)
+    if cause is not None:
+        verdict = after_failure(view, cause, acks)
+        if isinstance(verdict, FreshStart):
+            return replace(verdict, reason=f"{verdict.reason}; {why}")
+        return replace(verdict, why=f"{verdict.why}; {why}")
+    return FreshStart(view.current, f"{lost.why}; {why}", trigger_of(view, lost.slots))

@@ -1,0 +1,347 @@
+"""A worker or a node is lost: the survivors freeze, agree, and go on in the next generation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from jobs import ELASTIC, started
+
+from etc_agent.control.causes import ErrorKind
+from etc_agent.control.messages import Freeze, PeerLost
+from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
+from etc_agent.reconfig.view import Policy
+from etc_agent.simulator.cluster.at_rest import Cluster
+
+STAGES = Policy(1, 2, num_slots=2, initial=ParallelConfig(pp=2, dp=2))
+
+
+def killed(slot: str) -> Failure:
+    return Failure(slot, FailureKind.KILLED, 137, "pid 7 was killed by SIGKILL")
+
+
+def kill(cluster: Cluster, node: str, index: int) -> None:
+    cluster.fail(node, index, killed(f"{node}/{index}"))
+
+
+def four(policy: Policy = STAGES) -> Cluster:
+    cluster = started(policy, "a", "b")
+    cluster.is_quiet = False  # growing back is another matter
+    return cluster
+
+
+def test_the_survivors_of_a_killed_worker_go_on_without_a_restart() -> None:
+    cluster = four()
+    kill(cluster, "b", 1)
+    cluster.run()
+    recovered = cluster.committed
+    assert not recovered.is_fresh
+    assert recovered.lost == (Slot("b", 1),)
+    assert set(recovered.placement) == {Slot("a", 0), Slot("a", 1), Slot("b", 0)}
+    assert recovered.placement[0] == Slot("a", 0), "rank 0 stays on its process"
+    assert cluster.agreed == [(1, 7, True)] * 3
+    assert (cluster.num_started, cluster.current.restarts, cluster.current.loss) == (4, 0, None)
+    assert recovered.reason == "the worker on b/1 failed: pid 7 was killed by SIGKILL; the survivors go on"
+    history = cluster.history[recovered.id]
+    assert (history.outcome, history.kept, history.started, history.stopped) == ("committed", 3, 0, 0)
+    assert {"freeze", "decide", "prepare", "switch"} <= set(history.phases_ms)
+    cluster.assert_consistent()
+
+
+def test_the_job_grows_back_by_a_planned_change() -> None:
+    cluster = four()
+    kill(cluster, "b", 1)
+    cluster.run()
+    cluster.is_quiet = True
+    cluster.run()
+    assert cluster.committed.config.num_ranks == 4
+    assert not cluster.committed.is_fresh
+    assert cluster.num_started == 5
+    cluster.assert_consistent()
+
+
+def test_a_warm_spare_takes_the_place_of_a_killed_worker_at_once() -> None:
+    cluster = four(replace(STAGES, max_nodes=3))
+    cluster.join("c")
+    cluster.nodes["c"] = replace(cluster.nodes["c"], spares=(1,))
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.config == "PP2TP1DP2"
+    assert Slot("c", 1) in cluster.committed.placement
+    assert cluster.committed.reason.endswith("; the survivors go on with warm spares in c/1")
+    cluster.assert_consistent()
+
+
+def test_the_slot_of_a_killed_worker_itself_is_used_where_nothing_else_fits() -> None:
+    cluster = four(replace(STAGES, allowed=(ParallelConfig(pp=2, dp=2),)))
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.config == "PP2TP1DP2"
+    assert not cluster.committed.is_fresh
+    assert cluster.committed.lost == (Slot("b", 1),)
+    assert cluster.committed.reason.endswith("; the survivors go on with new workers in b/1")
+    assert cluster.num_started == 5
+    cluster.assert_consistent()
+
+
+def test_without_a_replica_all_workers_are_restarted_and_the_tensor_is_named() -> None:
+    cluster = started(Policy(1, 1, num_slots=2, initial=ParallelConfig(pp=2), max_restarts=1), "a")
+    cluster.descriptions[ParallelConfig(pp=2)] = cluster_layout(ParallelConfig(pp=2))
+    kill(cluster, "a", 1)
+    cluster.run()
+    assert cluster.committed.is_fresh
+    assert cluster.committed.reason == (
+        "restart 1 of 1: the worker on a/1 failed: pid 7 was killed by SIGKILL; "
+        "not handled in place: nobody else holds w of PP2TP1DP1"
+    )
+    cluster.assert_consistent()
+
+
+def cluster_layout(config: ParallelConfig) -> object:
+    from etc_agent.simulator.cluster.workers import layout_of
+
+    return layout_of(config)
+
+
+def test_without_a_replica_and_without_a_known_layout_the_survivors_are_asked_first() -> None:
+    cluster = started(Policy(1, 1, num_slots=2, initial=ParallelConfig(pp=2), max_restarts=1), "a")
+    cluster.descriptions.clear()
+    kill(cluster, "a", 1)
+    cluster.run()
+    assert cluster.committed.is_fresh
+    assert cluster.current.loss is None
+
+
+def test_what_redundancy_can_restore_is_no_obstacle() -> None:
+    cluster = started(Policy(1, 1, num_slots=2, initial=ParallelConfig(pp=2)), "a", backup=lambda lost: lost)
+    cluster.is_quiet = False
+    kill(cluster, "a", 1)
+    cluster.run()
+    assert not cluster.committed.is_fresh
+    assert cluster.committed.placement == (Slot("a", 0),)
+
+
+def test_a_worker_that_raises_is_the_jobs_failure_unless_it_is_to_be_replaced() -> None:
+    bug = Failure("b/1", FailureKind.RAISED, 3, "ValueError: bad")
+    cluster = four(replace(STAGES, max_restarts=1))
+    cluster.fail("b", 1, bug)
+    cluster.run()
+    assert cluster.committed.is_fresh
+    cluster = four(replace(STAGES, max_restarts=1, replaces_raised=True))
+    cluster.fail("b", 1, bug)
+    cluster.run()
+    assert not cluster.committed.is_fresh
+    assert cluster.current.restarts == 1
+    assert cluster.committed.reason.startswith("restart 1 of 1: the worker on b/1 failed: ValueError: bad")
+    cluster.fail("b", 0, replace(bug, slot="b/0"))
+    cluster.run()
+    assert (cluster.current.outcome, cluster.current.exit_code) == (Outcome.FAILED, 3)
+
+
+def test_a_script_without_a_session_is_restarted_as_before() -> None:
+    cluster = started(replace(STAGES, max_restarts=1), "a", "b", hooked=False)
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.committed.is_fresh
+    assert cluster.current.restarts == 1
+
+
+def lost_peer(cluster: Cluster, node: str, index: int, kind: ErrorKind = ErrorKind.PEER_LOST) -> None:
+    worker = cluster.workers[node][index]
+    generation = cluster.current.committed
+    report = PeerLost(generation, 7, "Connection reset by peer", kind)
+    cluster.workers[node][index] = replace(worker, peer_lost={**worker.peer_lost, generation: report})
+
+
+def test_a_connection_that_was_cut_heals_in_place_when_nobody_turns_out_to_be_dead() -> None:
+    cluster = four()
+    lost_peer(cluster, "a", 0)
+    cluster.run()
+    assert cluster.current.loss is None, "a node may be dead, which its lease will show"
+    cluster.failed_s = 1e9
+    cluster.run()
+    assert cluster.committed.id == 2
+    assert cluster.committed.lost == ()
+    assert cluster.committed.placement == cluster.generations[1].placement
+    assert cluster.config == "PP2TP1DP2"
+    assert cluster.current.restarts == 0
+    cluster.assert_consistent()
+
+
+def test_a_cut_that_new_groups_do_not_heal_is_a_restart_within_the_budget() -> None:
+    cluster = four(replace(STAGES, max_restarts=1))
+    cluster.has_first_step = False
+    cluster.failed_s = 1e9
+    lost_peer(cluster, "a", 0)
+    cluster.run()
+    assert cluster.committed.id == 2
+    lost_peer(cluster, "a", 0)
+    cluster.run()
+    assert cluster.committed.is_fresh
+    assert cluster.current.restarts == 1
+
+
+def test_deaths_in_a_row_without_a_step_between_them_count_as_restarts() -> None:
+    cluster = started(Policy(1, 3, num_slots=2, max_restarts=1), "a", "b", "c")
+    cluster.is_quiet = False
+    cluster.has_first_step = False
+    for node, index in (("c", 1), ("c", 0)):
+        kill(cluster, node, index)
+        cluster.run()
+    assert cluster.current.restarts == 0, "two faults may come soon after each other"
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.current.restarts == 1
+    assert not cluster.committed.is_fresh
+    kill(cluster, "b", 0)
+    cluster.run()
+    assert cluster.current.outcome is Outcome.FAILED
+    assert "1 restarts used up" in cluster.current.why
+
+
+def test_a_worker_that_hangs_alone_is_ended_and_the_others_go_on() -> None:
+    cluster = four()
+    cluster.failed_s = 6.0
+    cluster.fail("b", 0, Failure("b/0", FailureKind.HUNG, 1, "hangs in step 4", at=4.0))
+    for node, index in (("a", 0), ("a", 1), ("b", 1)):
+        cluster.fail(node, index, Failure(f"{node}/{index}", FailureKind.WAITING, 1, "waits", at=5.0))
+    cluster.run()
+    assert cluster.committed.lost == (Slot("b", 0),)
+    assert ("b", 0) not in cluster.running()
+    cluster.assert_consistent()
+
+
+# ---- more losses, in every phase ----------------------------------------------------------------------------------
+
+
+def stop_at(cluster: Cluster, phase: str) -> None:
+    """Let the handling of a loss come to `phase` and no further."""
+    cluster.is_deaf = phase == "freezing"
+    cluster.is_slow = phase == "proposed"
+    cluster.is_switching = phase == "armed"
+
+
+def go_on(cluster: Cluster) -> None:
+    cluster.is_deaf = cluster.is_slow = cluster.is_switching = False
+    cluster.catch_up()
+
+
+@pytest.mark.parametrize("phase", ["freezing", "proposed", "armed"])
+@pytest.mark.parametrize("second", [("b", 0), ("a", 0), ("a", 1)])
+def test_a_second_loss_in_any_phase_is_handled_with_the_first(phase: str, second: tuple[str, int]) -> None:
+    cluster = started(ELASTIC, "a", "b")
+    cluster.is_quiet = False
+    stop_at(cluster, phase)
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.current.loss is not None
+    kill(cluster, *second)
+    cluster.run()
+    assert cluster.current.losses == 2, cluster.committed
+    go_on(cluster)
+    cluster.run()
+    assert cluster.current.loss is None
+    assert not cluster.committed.is_fresh
+    assert set(cluster.committed.lost) == {Slot("b", 1), Slot(*second)}
+    assert len(set(cluster.agreed)) == 1, "an agreement is never contradicted"
+    cluster.assert_consistent()
+
+
+@pytest.mark.parametrize("phase", ["freezing", "proposed", "armed"])
+def test_a_node_lost_in_any_phase_of_a_loss_joins_it(phase: str) -> None:
+    cluster = started(ELASTIC, "a", "b", "c")
+    cluster.is_quiet = False
+    stop_at(cluster, phase)
+    kill(cluster, "b", 1)
+    cluster.run()
+    cluster.lose("c")
+    cluster.run()
+    go_on(cluster)
+    cluster.run()
+    assert cluster.current.loss is None
+    assert set(cluster.committed.placement) == {Slot("a", 0), Slot("a", 1), Slot("b", 0)}
+    assert not cluster.committed.is_fresh
+    cluster.assert_consistent()
+
+
+@pytest.mark.parametrize("phase", ["proposed", "armed"])
+def test_a_loss_during_a_planned_change(phase: str) -> None:
+    cluster = started(ELASTIC, "a", "b")
+    cluster.is_quiet = False
+    stop_at(cluster, phase)
+    cluster.ask("PP2TP1DP2")
+    cluster.run()
+    assert cluster.current.phase is (Phase.PROPOSED if phase == "proposed" else Phase.ARMED)
+    kill(cluster, "b", 1)
+    cluster.run()
+    go_on(cluster)
+    cluster.run()
+    assert cluster.history[2].outcome == "withdrawn"
+    assert cluster.current.loss is None
+    assert not cluster.committed.is_fresh
+    assert cluster.committed.previous == 1
+    cluster.assert_consistent()
+
+
+def test_where_a_worker_has_entered_an_armed_generation_all_do_before_they_recover_from_it() -> None:
+    cluster = started(ELASTIC, "a", "b")
+    cluster.is_quiet = False
+    cluster.is_switching = True
+    cluster.ask("PP2TP1DP2")
+    cluster.run()
+    cluster.completed = 2
+    cluster.enter("a", 0, 2)
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.history[2].outcome == "committed"
+    go_on(cluster)
+    cluster.run()
+    assert set(cluster.agreed) == {(2, 7, True)}
+    assert cluster.committed.previous == 2
+    assert cluster.committed.lost == (Slot("b", 1),)
+    cluster.assert_consistent()
+
+
+def test_a_node_that_comes_while_too_few_are_left_leads_to_a_recovery() -> None:
+    cluster = started(Policy(2, 2, num_slots=2), "a", "b")
+    cluster.lose("b")
+    cluster.run()
+    assert cluster.current.loss is not None
+    assert cluster.running() == {("a", 0), ("a", 1)}, "they keep their state"
+    assert all((Freeze.type, 1) in worker.told for worker in cluster.workers["a"].values())
+    cluster.join("c")
+    cluster.run()
+    assert not cluster.committed.is_fresh
+    assert {Slot("a", 0), Slot("a", 1)} <= set(cluster.committed.placement)
+    cluster.assert_consistent()
+
+
+def test_survivors_below_the_smallest_number_of_nodes_end_after_the_stated_time() -> None:
+    cluster = started(Policy(2, 2, num_slots=2), "a", "b")
+    cluster.lose("b")
+    cluster.run()
+    cluster.phase_s = 1e9
+    cluster.run()
+    assert cluster.current.outcome is Outcome.FAILED
+    assert "timeouts.join_s" in cluster.current.why
+
+
+def test_a_survivor_whose_state_is_broken_makes_it_a_restart_with_the_reason() -> None:
+    cluster = four(replace(STAGES, max_restarts=1))
+    cluster.broken = "its old memory had been released"
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.committed.is_fresh
+    assert cluster.committed.reason.endswith("not handled in place: its old memory had been released")
+    cluster.assert_consistent()
+
+
+def test_a_config_that_survivors_refuse_is_replaced_by_a_smaller_one() -> None:
+    cluster = four()
+    cluster.refusing_once = "out of memory"
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert not cluster.committed.is_fresh
+    assert cluster.current.loss is None
