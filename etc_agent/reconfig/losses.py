@@ -98,10 +98,10 @@ def _by_appearance(
             return _cut(view, acks, cause, described(view, cause))
         slots = tuple(sorted(_ended(failed)) or [cause.slot])
         return _counted(view, Lost(view.current, slots, described(view, cause)))
-    # Of a loss that is being handled these reports are known; a later generation's are new.
+    # Of a loss that is being handled these messages are known; a later generation's are new.
     new = [ack for ack in acks if loss is None or ack.generation > committed.id]
-    report = first_refusal(ack.peer_lost for ack in new if ack.peer_lost)
-    if report is None:
+    told = first_refusal(ack.peer_lost for ack in new if ack.peer_lost)
+    if told is None:
         return None
     joiner = first_cause(failure for ack in new for failure in ack.failed if not failure.kind.is_hang)
     patient_s = view.policy.blame_s if len(committed.nodes) == 1 else max(view.policy.blame_s, view.policy.lost_s)
@@ -109,8 +109,8 @@ def _by_appearance(
         return Wait(patient_s - view.failed_s)
     if joiner is not None:
         return Lost(view.current, (), described(view, joiner))
-    failure = Failure(report.slot, FailureKind.PEER_LOST, 1, report.error)
-    return _cut(view, acks, failure, f"the worker on {report.slot} lost the connection to a peer: {report.error}")
+    failure = Failure(told.slot, FailureKind.PEER_LOST, 1, told.error)
+    return _cut(view, acks, failure, f"the worker on {told.slot} lost the connection to a peer: {told.error}")
 
 
 def _cut(view: View, acks: list[Ack], failure: Failure, why: str) -> Lost | Verdict:

@@ -151,8 +151,8 @@ def test_a_script_without_a_session_is_restarted_as_before() -> None:
 def lost_peer(cluster: Cluster, node: str, index: int, kind: ErrorKind = ErrorKind.PEER_LOST) -> None:
     worker = cluster.workers[node][index]
     generation = cluster.current.committed
-    report = PeerLost(generation, 7, "Connection reset by peer", kind)
-    cluster.workers[node][index] = replace(worker, peer_lost={**worker.peer_lost, generation: report})
+    message = PeerLost(generation, 7, "Connection reset by peer", kind)
+    cluster.workers[node][index] = replace(worker, peer_lost={**worker.peer_lost, generation: message})
 
 
 def test_a_connection_that_was_cut_heals_in_place_when_nobody_turns_out_to_be_dead() -> None:

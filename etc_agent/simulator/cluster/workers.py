@@ -130,8 +130,8 @@ class Worker:
     def lose_peer(self) -> None:
         """An operation with its peers has failed."""
         if self.view.in_session and not self.is_latched and self.generation not in self.view.peer_lost:
-            report = PeerLost(self.generation, self.step, "Connection reset by peer")
-            self.view = replace(self.view, peer_lost={**self.view.peer_lost, self.generation: report})
+            message = PeerLost(self.generation, self.step, "Connection reset by peer")
+            self.view = replace(self.view, peer_lost={**self.view.peer_lost, self.generation: message})
 
     def prepare(self, model: Model) -> None:
         """Answer for every generation that it was told to prepare and has not answered for."""
