@@ -10,12 +10,14 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
 from etc_agent.agent.safety.survivors import Survivors
 from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
+from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.fencing import Fencing
 from etc_agent.reconfig.records import Ack, Current, Outcome
 from etc_agent.rendezvous.etcd.client import EtcdClient
@@ -33,7 +35,7 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
 
     A run that has not ended and shows no node may be dead. It may also have just begun, or its agents may have lost
     etcd for longer than their leases. So its agents get time to appear, and it is replaced only when its workers are
-    gone.
+    gone: at once where all of its nodes have testified so.
 
     Returns the job's incarnation, which distinguishes this run of the job from any later one.
 
@@ -51,7 +53,7 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
                 running = job.json()
                 _check_same(running, rules, settings.run_id)
                 return str(running["incarnation"])
-            if job is not None and not _has_ended(found, keys):
+            if job is not None and not _has_ended(found, keys) and not _have_all_testified(found, keys):
                 if survivors is None:
                     fencing = Fencing(settings.timeouts.lease_s)
                     survivors = stack.enter_context(Survivors(str(job.json()["incarnation"]), fencing))
@@ -68,6 +70,22 @@ def admit(settings: JobSettings, client: EtcdClient, keys: JobKeys) -> str:
 
 def _acks(found: dict[str, KeyValue], keys: JobKeys) -> list[Ack]:
     return [Ack.from_json(entry.json()) for key, entry in found.items() if key.startswith(keys.acks_prefix)]
+
+
+def _have_all_testified(found: dict[str, KeyValue], keys: JobKeys) -> bool:
+    """Whether the workers of every node that was ever given any have ended: there is a `Testimony` that is newer than
+    all else that is known of the node."""
+    known: dict[str, int] = {}
+    for key, entry in found.items():
+        nodes: Iterable[str] = ()
+        if key.startswith(keys.generations_prefix):
+            nodes = Generation.from_json(entry.json()).nodes
+        elif key.startswith(keys.acks_prefix):
+            nodes = (Ack.from_json(entry.json()).node,)
+        for node in nodes:
+            known[node] = max(entry.mod_revision, known.get(node, 0))
+    gone = {node: found.get(keys.gone(node)) for node in known}
+    return bool(known) and all(said is not None and said.mod_revision > known[node] for node, said in gone.items())
 
 
 def job_rules(settings: JobSettings) -> dict[str, Any]:

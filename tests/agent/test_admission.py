@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from etc_agent.agent.admission import admit, job_rules
+from etc_agent.agent.safety import testimony
 from etc_agent.agent.settings import JobSettings, ModelFacts, Spares, Timeouts
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.reconfig.records import Current, Outcome
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.records import Ack, Current, Outcome
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 
@@ -54,6 +57,38 @@ def test_a_run_that_nobody_is_left_of_is_replaced_after_one_lease_time(client: E
     assert admit(settings(keys, timeouts=Timeouts(lease_s=LEASE_S)), client, keys) != incarnation
     assert time.monotonic() - begin >= LEASE_S
     assert client.get(keys.current) is None
+
+
+def killed_run(client: EtcdClient, keys: JobKeys, *testifying: str) -> str:
+    """A run of nodes a and b, all of whose agents were killed, of which `testifying` have testified."""
+    incarnation = admit(settings(keys), client, keys)
+    generation = Generation(3, ParallelConfig(dp=2), (Slot("a", 0), Slot("b", 0)), "a:1", previous=0)
+    client.put(keys.generation(3), json.dumps(generation.to_json()))
+    client.put(keys.current, json.dumps(Current(committed=3).to_json()))
+    client.put(keys.ack(3, "a"), json.dumps(Ack(3, "a").to_json()))
+    for node in testifying:
+        testimony.testify(client, keys, node, f"life of {node}", time.monotonic())
+    return incarnation
+
+
+def test_a_run_all_of_whose_nodes_have_testified_is_replaced_at_once(client: EtcdClient, keys: JobKeys) -> None:
+    incarnation = killed_run(client, keys, "a", "b")
+    begin = time.monotonic()
+    assert admit(settings(keys), client, keys) != incarnation
+    assert time.monotonic() - begin < LONG_S
+    assert client.get(keys.gone("a")) is None
+
+
+@pytest.mark.parametrize("is_said_too_early", [False, True], ids=["one has not", "one has had workers since"])
+def test_a_run_one_of_whose_nodes_may_have_workers_is_not(
+    client: EtcdClient, keys: JobKeys, *, is_said_too_early: bool
+) -> None:
+    incarnation = killed_run(client, keys, *("ab" if is_said_too_early else "a"))
+    if is_said_too_early:
+        client.put(keys.ack(3, "a"), json.dumps(Ack(3, "a", in_session=True).to_json()))
+    begin = time.monotonic()
+    assert admit(settings(keys, timeouts=Timeouts(lease_s=LEASE_S)), client, keys) != incarnation
+    assert time.monotonic() - begin >= LEASE_S
 
 
 def test_a_run_that_has_ended_is_replaced_at_once(client: EtcdClient, keys: JobKeys) -> None:

@@ -44,7 +44,7 @@ with guardian.starting():
 print(guardian.pid, worker.pid, worker.stdout.readline().decode().strip(), flush=True)
 time.sleep(600)
 """
-KEPT = 60
+KEPT = 600
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from etc_agent.rendezvous.keys import JobKeys
 
 logger = logging.getLogger(__name__)
 
-KEPT_S = 60
-"""For how long a testimony stays in etcd. Later a node that is gone is believed to be so without one."""
+KEPT_S = 600
+"""For how long a testimony stays in etcd. Later a node that is gone is believed to be so without one, and a run of
+which nobody is left is asked for survivors before it is replaced."""
 _AGAIN_S = 0.1
 
 
