@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -120,10 +121,12 @@ def main() -> None:
     logging.getLogger("etc_agent.rendezvous").setLevel(logging.WARNING)
     began = time.monotonic()
     case = Case.from_json(json.loads(sys.stdin.readline()))
+    keys = JobKeys(case.run_id, case.etcd.prefix)
     with connect(case.etcd, case.timeout_s) as client:
+        with suppress(EtcdError):
+            client.get(keys.node(case.node))  # connects, while the workers end
         if sys.stdin.readline().strip() != "gone":
             return
-        keys = JobKeys(case.run_id, case.etcd.prefix)
         try:
             testify(client, keys, case.node, case.instance, began + case.limit_s)
         except EtcdError as error:
