@@ -103,6 +103,7 @@ def job_rules(settings: JobSettings) -> dict[str, Any]:
         "model": {"layers": model.layers, "heads": model.heads, "hidden": model.hidden},
         "max_restarts": settings.max_restarts,
         "redundancy": str(settings.redundancy),
+        "checkpoint": settings.checkpoint.variables() if settings.checkpoint else None,
         "lease_s": settings.timeouts.lease_s,
     }
 

@@ -52,7 +52,7 @@ class FixedSize:
         assert live.vote is not None
         if saver.needs_vote(self._course.step):
             ballot = Ballot(ok=True, armed=0, checkpoint=saver.bid(self._course.step))
-            saver.agree(Bid(live.vote.cast(ballot).checkpoint))
+            saver.agree(Bid(live.vote.cast(ballot).checkpoint), live.id)
         saver.at_safe_point(live)
 
     def begin_step(self) -> None:

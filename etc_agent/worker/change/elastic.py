@@ -86,13 +86,15 @@ class Elastic:
             self._signals = LeftToAgent(self._conversation.send)
             self._switch_to(self._conversation.await_armed(self._settings.timeout_s))
             self._conversation.entered()
+            if self._saver is not None:
+                self._saver.join()
         else:
             self._start_fresh()
+            if self._saver is not None:
+                self._saver.begin()
             self._at(Position.BETWEEN)
             self._conversation.start(self._course.step)
             self._signals = LeftToAgent(self._conversation.send)
-        if self._saver is not None:
-            self._saver.begin()
 
     def _start_fresh(self) -> None:
         environment = self._environment
@@ -160,7 +162,7 @@ class Elastic:
             self._conversation.drop_withdrawn()
         if self._saver is not None:
             # Workers that join have not voted, so they know of no checkpoint.
-            self._saver.agree(Bid.NOTHING if result.armed else Bid(result.checkpoint))
+            self._saver.agree(Bid.NOTHING if result.armed else Bid(result.checkpoint), live.id)
         return result.ok
 
     def end_step(self) -> None:

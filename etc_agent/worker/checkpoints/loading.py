@@ -46,10 +46,11 @@ class Loaded:
 
 
 def load_newest(
-    build: Callable[[], TrainState], folder: Path, settings: Settings, parallel: ParallelContext, world: World
+    build: Callable[[], TrainState], given: Path, settings: Settings, parallel: ParallelContext, world: World
 ) -> Loaded | None:
-    """The newest complete checkpoint, in a state that `build` makes, on the meta device; None where there is none.
-    Collective. One whose files turn out to be unreadable is left out with a warning, and the one before it is taken.
+    """The newest complete checkpoint in rank 0's folder `given`, in a state that `build` makes on the meta device; None
+    where there is none. Collective. One whose files turn out to be unreadable is left out with a warning, and the one
+    before it is taken.
 
     Raises:
         EtcError: there are complete checkpoints, and none of them can be read; or the newest one is of another model.
@@ -57,7 +58,8 @@ def load_newest(
     everyone = world.groups[0]
     left_out: list[str] = []
     while True:
-        name, said = broadcast_json(everyone, 0, _newest(folder, left_out) if parallel.rank == 0 else None)
+        found = [str(given), *_newest(given, left_out)] if parallel.rank == 0 else None
+        folder, name, said = broadcast_json(everyone, 0, found)
         if not name:
             if left_out:
                 raise EtcError(f"no checkpoint in {folder} can be read ({', '.join(left_out)}); see the warnings above")
@@ -65,7 +67,7 @@ def load_newest(
         loaded, error, is_final = None, "", False
         state = build()
         try:
-            loaded = _Reading(folder / name, settings, parallel).into(state)
+            loaded = _Reading(Path(folder, name), settings, parallel).into(state)
         except EtcError as different:
             error, is_final = one_line(different), True
         except (Exception, dcp.CheckpointException) as unreadable:
@@ -78,7 +80,7 @@ def load_newest(
             return loaded
         text, final = min(failed, key=lambda each: not each[1])
         if final:
-            raise EtcError(f"{folder / name}: {text}")
+            raise EtcError(f"{Path(folder, name)}: {text}")
         if parallel.rank == 0:
             _log.warning("checkpoint %s cannot be read, and the one before it is taken: %s", name, text)
         left_out.append(name)
@@ -122,6 +124,12 @@ class _Reading:
             EtcError: the checkpoint is of another model or optimizer; the message names what differs.
         """
         parallel = self._parallel
+        written_with = self._host["global_batch"]
+        if written_with != parallel.global_batch and parallel.rank == 0:
+            _log.warning(
+                "the checkpoint was written with a global batch of %d, and it is %d now: step %d begins with sample %d",
+                written_with, parallel.global_batch, self._host["step"], self._host["step"] * parallel.global_batch,
+            )
         Amendments.merged([own["amendments"] for own in self._own]).apply(state)
         self._check(state)
         stream = self._stream()

@@ -56,8 +56,8 @@ class Saver:
         self._deadline = float("inf")
         self._last_step = course.step
         self._last_at = time.monotonic()
-        self._agreed = Bid.NOTHING
-        self._is_ending = False
+        self._agreed, self._agreed_in = Bid.NOTHING, 0
+        self._is_ending = self._leaves_it_to_others = False
         self._progress: _ProgressNotes | None = None
 
     @classmethod
@@ -66,8 +66,14 @@ class Saver:
         return None if settings.checkpoint is None else cls(settings.checkpoint, course, settings.timeout_s)
 
     def begin(self) -> None:
-        """Training begins, or goes on, with the present step of the course."""
+        """Training begins with the present step of the course."""
         self._last_step, self._last_at = self._course.step, time.monotonic()
+
+    def join(self) -> None:
+        """This worker joins others that train. It does not know when their last checkpoint was, and leaves it to them
+        when the next one is due: otherwise none would be written in a job that others join often enough."""
+        self.begin()
+        self._leaves_it_to_others = True
 
     def end(self) -> None:
         """The agent asks for a last checkpoint, after which this worker ends. From any thread."""
@@ -91,13 +97,14 @@ class Saver:
             return Bid.SAVE_AND_END
         interval_s = self._settings.interval_s
         is_late = bool(interval_s) and step > self._last_step and time.monotonic() - self._last_at >= interval_s
-        is_due = is_late or self.is_due_by_step(step)
+        is_due = is_late or self.is_due_by_step(step) or self._leaves_it_to_others
         is_last = step >= self._course.num_steps  # then there is time to wait for the one before
         return Bid.SAVE if is_due and (is_last or not self._is_busy()) else Bid.NOTHING
 
-    def agree(self, bid: Bid) -> None:
-        """The result of a vote: the smallest bid."""
-        self._agreed = bid
+    def agree(self, bid: Bid, generation: int) -> None:
+        """The result of a vote in `generation`: the smallest bid. It holds in that generation only: where a worker is
+        lost after a vote, not all of the others need have seen its result."""
+        self._agreed, self._agreed_in = bid, generation
 
     # -- safe points -----------------------------------------------------------------------------------------------
 
@@ -107,7 +114,8 @@ class Saver:
         Raises:
             SystemExit: it was the last one, and it is written, or could not be.
         """
-        agreed, self._agreed = self._agreed, Bid.NOTHING
+        agreed = self._agreed if self._agreed_in == live.id else Bid.NOTHING
+        self._agreed = Bid.NOTHING
         self._watch(live.id)
         self._note_progress(live)
         if agreed is Bid.NOTHING:
@@ -149,7 +157,7 @@ class Saver:
         )
         self._saving = Saving(self._folder, self._settings.keep, snapshot, meeting, life, taken_at, stopped_s)
         self._saved_in, self._deadline = live.id, float("inf")
-        self._last_step, self._last_at = step, time.monotonic()
+        self._last_step, self._last_at, self._leaves_it_to_others = step, time.monotonic(), False
 
     def _is_busy(self) -> bool:
         """Whether the last checkpoint is still being written; where it is not, learn from it."""
@@ -201,7 +209,7 @@ class _ProgressNotes:
         self._is_closed.set()
 
     def _run(self) -> None:
-        noted = -1
+        noted, has_failed = -1, False
         while not self._is_closed.wait(_PROGRESS_S):
             step = self._course.step
             if step == noted:
@@ -210,7 +218,9 @@ class _ProgressNotes:
                 folders.write_progress(self._folder, Progress(step, time.time()))
                 noted = step
             except OSError as error:
-                _log.info("the progress of training could not be noted: %s", error)
+                if not has_failed:
+                    _log.warning("%s: the progress of training could not be noted: %s", self._folder, error)
+                has_failed = True
 
 
 def _store_address(num_ranks: int) -> str:
