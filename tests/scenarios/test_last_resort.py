@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from running import TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_more_steps, wait_for_step, wait_until
+from running import TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
 
 from etc_agent.worker.checkpoints.folder import METADATA, check, is_complete, newest_first
 
@@ -21,7 +22,8 @@ def job(tmp_path: Path, log: Path, config: str, checkpoint: str, **options: obje
     log.mkdir()
     (tmp_path / "job.yaml").write_text(f"checkpoint: {{folder: saved, {checkpoint}}}\n")
     arguments = ("--config", tmp_path / "job.yaml", "--parallel", config, *options.pop("options", ()))  # type: ignore[misc]
-    return standalone(tmp_path, TINY_JOB, log, 100_000, 0.05, options=arguments, **options)  # type: ignore[arg-type]
+    script = (TINY_JOB, log, 100_000, 0.05, json.dumps(options.pop("fault", {})))
+    return standalone(tmp_path, *script, options=arguments, **options)  # type: ignore[arg-type]
 
 
 def kill_all(started: EtcRun) -> None:
@@ -58,10 +60,12 @@ def test_when_everything_is_killed_a_job_of_another_size_goes_on_from_the_newest
     tmp_path: Path, cleanup: Cleanup
 ) -> None:
     folder, first, second = tmp_path / "saved", tmp_path / "first", tmp_path / "second"
-    started = cleanup(job(tmp_path, first, "PP2TP1DP2", "every_steps: 10, keep: 2"))
+    slow = {"slow_flush_s": 0.3}
+    started = cleanup(job(tmp_path, first, "PP2TP1DP2", "every_steps: 10, keep: 2", fault=slow))
     wait_for_checkpoint(folder, 20)
-    wait_for_more_steps(first, 3)
+    wait_until(lambda: list(folder.glob(".step-*/*.distcp")), "a checkpoint that is being written")
     kill_all(started)
+    assert list(folder.glob(".step-*")), "it was not written to its end"
     step = check(next(path for path in newest_first(folder) if is_complete(path))).step
     reached = steps_of(first)[-1]["step"]
 

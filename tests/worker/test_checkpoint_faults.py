@@ -39,6 +39,23 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_the_next_checkpoint_is
         assert set(agent.finish().values()) == {0}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_is_a_warning_and_the_next_checkpoint_is_written(
+    tmp_path: Path, rank: int
+) -> None:
+    folder = tmp_path / "saved"
+    fault = {"checkpoint": {"folder": str(folder), "every_steps": 10}, "full_disk": rank}
+    with MiniAgent(tmp_path, fault=fault, verify=False) as agent:
+        agent.start("PP2TP1DP1")
+        path = wait_for_checkpoint(agent, folder, 20)
+        assert "was not written, and training goes on" in agent.logs()
+        assert f"rank {rank}: OSError: [Errno 28] No space left on device" in agent.logs()
+        assert check(path).config == "PP2TP1DP1"
+        agent.last_step_in(20)
+        assert set(agent.finish().values()) == {0}
+    assert all(is_complete(path) for path in newest_first(folder))
+
+
 def test_an_extra_that_cannot_be_read_on_one_rank_is_a_warning_and_no_rank_waits_for_it(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     fault = {"checkpoint": {"folder": str(folder), "every_steps": 10}, "unreadable": ["own", 1]}

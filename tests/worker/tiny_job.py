@@ -6,6 +6,7 @@ is the same function under every config, up to the order of sums.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -230,6 +231,17 @@ def flush_slowly(seconds: float) -> None:
     os.fsync = slow  # type: ignore[assignment]
 
 
+def have_no_space_once() -> None:
+    """Have the first flush of a file in this process fail, as on a full disk."""
+    flush = os.fsync
+
+    def full(descriptor: int) -> None:
+        os.fsync = flush
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.fsync = full  # type: ignore[assignment]
+
+
 def living() -> dict[str, int]:
     """How many objects of those kinds are referred to in this process."""
     gc.collect()
@@ -279,6 +291,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
         die_midway(fault["after"])
     if os.environ["LOCAL_RANK"] == str(fault.get("hang_in_connecting")):
         hang_in_connecting()
+    if os.environ["LOCAL_RANK"] == str(fault.get("full_disk")):
+        have_no_space_once()
     if fault.get("slow_flush_s"):
         flush_slowly(fault["slow_flush_s"])
     ids: dict[str, Any] = {}
