@@ -126,7 +126,7 @@ def test_a_job_changes_size_while_checkpoints_are_written_all_the_time(tmp_path:
     started = cleanup(job(tmp_path, log, "PP1TP1DP2", "every_steps: 1"))
     etcd: Any = etcd_of(started)
     wait_for_checkpoint(folder, 3)
-    for config in ("PP2TP1DP2", "PP1TP2DP1", "PP1TP1DP4"):
+    for config in ("PP2TP1DP2", "PP1TP2DP1"):
         etcd.scale(config)
         etcd.reply_to(config, "done")
         # A checkpoint of the new size: that of the one before may still have been under way.
