@@ -27,7 +27,7 @@ from etc_agent.reconfig.parts import indices
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
 from etc_agent.reconfig.survival import by_grid
 from etc_agent.reconfig.tidy import Outdated, outdated
-from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write
+from etc_agent.reconfig.view import Describe, Foresee, Policy, View, Wait, Write
 from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.election import Election, Mandate
 from etc_agent.rendezvous.etcd.client import EtcdClient
@@ -54,6 +54,8 @@ class Leadership:
         self._descriptions: dict[ParallelConfig, Layout | str] = {}
         self._undescribed: dict[ParallelConfig, tuple[str, float]] = {}
         self._asked: dict[ParallelConfig, float] = {}
+        self._foreseen_in = 0
+        self._foreseen: dict[ParallelConfig, float] = {}
         self._writer: FencedWriter | None = None
         self._attempts = Attempts()
         self._mandate: Mandate | None = None
@@ -110,6 +112,10 @@ class Leadership:
                     self._complain(logging.INFO, why)
                     self._write_status(records, why)
                     return seconds
+                case Foresee(configs, Wait(seconds, why)):
+                    self._complain(logging.INFO, why)
+                    self._write_status(records, why)
+                    return min(seconds, self._look_ahead(configs, records))
                 case Describe(config):
                     return self._ask(config, records)
                 case Write() as write:
@@ -152,6 +158,20 @@ class Leadership:
             if self._workers.ask(messages.Describe(str(config)), members):
                 self._asked[config] = now
         return 1.0
+
+    def _look_ahead(self, configs: tuple[ParallelConfig, ...], records: JobRecords) -> float:
+        """Ask for the next of `configs` that was not asked for in this generation, when the one before is answered or
+        overdue. Returns in how many seconds to come back."""
+        committed, now = records.current.committed, time.monotonic()
+        if committed != self._foreseen_in:
+            self._foreseen_in, self._foreseen = committed, {}
+        if any(config in configs and now - at < _ASK_AGAIN_S for config, at in self._foreseen.items()):
+            return _LOOK_AGAIN_S
+        unasked = [config for config in configs if config not in self._foreseen]
+        if not unasked:
+            return float("inf")
+        self._foreseen[unasked[0]] = now
+        return self._ask(unasked[0], records)
 
     def _execute(self, write: Write, records: JobRecords) -> None:
         puts = {self._keys.current: json.dumps(write.current.to_json())}

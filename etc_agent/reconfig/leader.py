@@ -20,6 +20,7 @@ from etc_agent.planner.choose import NoConfigError
 from etc_agent.planner.placement import place
 from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.following import follow
+from etc_agent.reconfig.foresight import foresee
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, end, roles_of, start_fresh, store_on
 from etc_agent.reconfig.given_up import only_of_the_model, retry_in_s, with_refusal
 from etc_agent.reconfig.proposals import with_stop_time
@@ -141,7 +142,8 @@ def _steady(view: View, committed: Generation) -> Decision:
     if is_reached and not is_starting(view, committed):
         done = met(view, committed, f"the job runs as {committed.config}")
         return Write(replace(view.current, pending_scale=0), reply=done)
-    return _adjust(view, committed, view.current, None)
+    decision = _adjust(view, committed, view.current, None)
+    return foresee(view, committed, decision) if isinstance(decision, Wait) else decision
 
 
 def _hold(view: View, committed: Generation) -> Decision | None:

@@ -12,6 +12,7 @@ from typing import Self
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.controls import Cordon, Order
 from etc_agent.reconfig.goodput import Goodput
@@ -156,6 +157,9 @@ class Observer:
         committed = records.generations.get(records.current.committed)
         if committed is None or records.current.outcome is not Outcome.RUNNING:
             return True
-        if node in committed.nodes or self.present.isdisjoint(committed.nodes):
+        loss = records.current.loss
+        gone = map(Slot.parse, loss.slots) if loss is not None else ()
+        members = {slot.node for slot in set(committed.placement).difference(gone)}
+        if node in members or self.present.isdisjoint(members):
             return True
         return not self.led.value and now - self.led.since > patience_s

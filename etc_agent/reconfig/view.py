@@ -217,4 +217,13 @@ class Wait:
     why: str = ""
 
 
-Decision = Write | Describe | Wait
+@dataclass(frozen=True, slots=True)
+class Foresee:
+    """As `wait`, and ask workers for the layouts under `configs`, one after the other, when it costs nothing: none is
+    needed now."""
+
+    configs: tuple[ParallelConfig, ...]
+    wait: Wait
+
+
+Decision = Write | Describe | Foresee | Wait

@@ -13,7 +13,7 @@ from etc_agent.reconfig.freezing import frozen_here
 from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.records import Ack, Failure, FailureKind, NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.surroundings import Surroundings
-from etc_agent.reconfig.view import Decision, Describe, Policy, View, Wait, Write, is_used, uncleared
+from etc_agent.reconfig.view import Decision, Describe, Foresee, Policy, View, Wait, Write, is_used, uncleared
 from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.simulator.cluster.etcd import Etcd
 from etc_agent.simulator.cluster.workers import Model, Worker
@@ -253,6 +253,10 @@ class Agent:
                     self.descriptions[config] = world.model.describe(config)
                     return now
                 return now + _ASK_AGAIN_S
+            case Foresee(configs, wait):
+                if any(worker.is_running and worker.answers for worker in self.workers.values()):
+                    self.descriptions.update((config, world.model.describe(config)) for config in configs)
+                return now + min(wait.seconds, _ASK_AGAIN_S)
             case Write() as write:
                 world.etcd.transact(write, self._mandate, self.records.current_revision)
         return now

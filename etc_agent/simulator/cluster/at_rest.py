@@ -43,7 +43,7 @@ from etc_agent.reconfig.records import (
     Request,
 )
 from etc_agent.reconfig.replicas import Backup, no_backup
-from etc_agent.reconfig.view import Describe, Policy, View, Wait, Write, is_used, store_of, uncleared
+from etc_agent.reconfig.view import Describe, Foresee, Policy, View, Wait, Write, is_used, store_of, uncleared
 from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.simulator.cluster.workers import layout_of
 from etc_agent.state.layout import Layout
@@ -203,6 +203,9 @@ class Cluster:
             case Describe(config):
                 assert config not in self.descriptions
                 self.descriptions[config] = self.refuses.get(str(config)) or layout_of(config)
+            case Foresee(configs):
+                for config in configs:
+                    self.descriptions[config] = self.refuses.get(str(config)) or layout_of(config)
             case Write() as write:
                 self._apply(write)
         return True
