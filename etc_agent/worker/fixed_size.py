@@ -13,6 +13,7 @@ from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.start import start_fresh
 from etc_agent.worker.vote import Ballot
+from etc_agent.worker.world.gloo import record_groups
 from etc_agent.worker.world.swap import deactivate, install
 
 
@@ -32,6 +33,7 @@ class FixedSize:
 
     def open(self) -> None:
         install()
+        record_groups()
         self.live, self._course.step = start_fresh(self._environment, self._config, self._script, self._settings)
         if self._saver is not None:
             self._saver.begin()
@@ -61,6 +63,10 @@ class FixedSize:
     def vote(self, *, ok: bool) -> bool:
         """Whether to apply the step. Each rank decides alone, as in any script without a session."""
         return ok
+
+    def forgive(self, error: Exception) -> bool:
+        """Whether the step can be run again after `error`: never, since nobody knows which workers are left."""
+        return False
 
     def end_step(self) -> None:
         self._course.end_step()

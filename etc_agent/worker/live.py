@@ -10,18 +10,26 @@ from etc_agent.integrations.native import TrainState
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.redundancy.copier import Copier
 from etc_agent.worker.vote import Vote
+from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.swap import World
 
 
 @dataclass(slots=True, eq=False)
 class LiveGeneration:
-    """The generation that a worker trains in. `copies`: the group for copies of the state, None where none are made;
-    `copier`: what uses it, once the generation is in force."""
+    """The generation that a worker trains in. `side`: the connections of its votes and copies. `copies`: the group for
+    copies of the state, None where none are made; `copier`: what uses it, once the generation is in force."""
 
     id: int
     world: World
     vote: Vote | None
+    side: Connections
     state: TrainState
     parallel: ParallelContext
     copies: dist.ProcessGroup | None = None
     copier: Copier | None = None
+
+    def cut(self) -> None:
+        """Have every operation with peers fail, in every thread. The votes first: a script that catches the error of a
+        collective of its own must not come to vote with the others."""
+        self.side.cut()
+        self.world.cut()

@@ -26,7 +26,7 @@ from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Record, Settings
-from etc_agent.worker.step import Step
+from etc_agent.worker.step import Deciding, Step
 from etc_agent.worker.update import apply, can_apply, forbid_step
 
 
@@ -70,7 +70,8 @@ class Session:
     def steps(self, num_steps: int) -> Iterator[Step]:
         """The job's steps from the present one up to `num_steps`, with a safe point before each and after the last.
 
-        A worker that leaves the job ends here with `SystemExit`: nothing after the loop runs in it.
+        A worker that leaves the job ends here with `SystemExit`: nothing after the loop runs in it. A step in which
+        workers were lost may be run again: its `Step.is_committed` is False, and the next one has the same index.
         """
         course, job = self._course, self._open_job()
         course.num_steps = num_steps
@@ -80,9 +81,10 @@ class Session:
                 return
             job.begin_step()
             self._allow_step = forbid_step(self.state)
-            step = Step(self._commit, course.step)
+            step = Step(Deciding(self._vote, self._apply, job.forgive), course.step)
             yield step
-            if not step.is_committed:
+            self._allow_step()
+            if not step.is_committed and not step.is_retried:
                 raise EtcError(f"step {step.index} was left without step.commit(); use it as: with step: ...")
 
     def batch(self, data: Any) -> Any:
@@ -203,20 +205,20 @@ class Session:
             self._settings.global_batch, self._course.step, parallel.coordinate.dp, parallel.config.dp, parallel.device
         )
 
+    def _vote(self, ok: bool) -> bool:
+        self._allow_step()
+        return self._open_job().vote(ok=can_apply(self.state) and ok)
+
+    def _apply(self, step: Step, ok: bool) -> None:
+        apply(self.state, ok)
+        if self._settings.record is not None:
+            self._settings.record(step.index, self._sample_ids)
+        self._open_job().end_step()
+
     def _live(self) -> LiveGeneration:
         live = self._open_job().live
         assert live is not None, "an open session has a generation in force"
         return live
-
-    def _commit(self, step: Step, ok: bool) -> bool:
-        state, job = self.state, self._open_job()
-        self._allow_step()
-        ok = job.vote(ok=can_apply(state) and ok)
-        apply(state, ok)
-        if self._settings.record is not None:
-            self._settings.record(step.index, self._sample_ids)
-        job.end_step()
-        return ok
 
 
 def session(
@@ -231,6 +233,7 @@ def session(
     timeout_s: float = 1800.0,
     switch_timeout_s: float = 600.0,
     abort_timeout_s: float = 60.0,
+    loss_timeout_s: float = 60.0,
     migration: Literal["auto", "keep", "release"] = "auto",
     budget_bytes: int | None = None,
     checkpoint: Checkpoint | str | None = None,
@@ -260,6 +263,8 @@ def session(
         timeout_s: longest wait for peers in training; the timeout of every process group.
         switch_timeout_s: longest wait for peers in a change.
         abort_timeout_s: longest wait, before a change begins, for an aborted change or an old generation to be freed.
+        loss_timeout_s: longest wait, after an operation with other workers has failed, for the agent to say that
+            workers were lost; then the error is raised. A lost machine is noticed when its lease ends: be longer.
         migration: ``keep`` holds old and new state in memory together until a change is committed; ``release`` frees
             old tensors as new ones arrive, so that the change cannot be undone once it has begun; ``auto`` uses release
             only where both do not fit in memory. The variable ETC_MIGRATION takes precedence.
@@ -286,6 +291,7 @@ def session(
         timeout_s=timeout_s,
         switch_timeout_s=switch_timeout_s,
         abort_timeout_s=abort_timeout_s,
+        loss_timeout_s=loss_timeout_s,
         record=record,
         dump_dir=environment.dump_dir,
         trace_dir=environment.trace_dir,

@@ -19,7 +19,8 @@ Record = Callable[[int, Sequence[int]], None]
 class Settings:
     """`timeout_s`: longest wait for peers in the training groups and for the store.
     `switch_timeout_s`: the same in the groups of a change. `abort_timeout_s`: longest wait until an aborted change or
-    an old generation is freed. `dump_dir`: where every worker dumps its shards before and after a migration, whose
+    an old generation is freed. `loss_timeout_s`: longest wait, after an operation with peers has failed, for the agent
+    to say that workers were lost. `dump_dir`: where every worker dumps its shards before and after a migration, whose
     boxes are then also hashed on both ends; None for neither. `trace_dir`: where every worker writes a Chrome trace of
     each switch, or None. `migration`: ``auto``, ``keep`` or ``release`` (`etc_agent.migration.modes`). `budget_bytes`:
     most bytes of a worker's state during a migration, 0 for what fits. `redundancy`: of the workers' state.
@@ -31,6 +32,7 @@ class Settings:
     timeout_s: float
     switch_timeout_s: float
     abort_timeout_s: float
+    loss_timeout_s: float
     record: Record | None
     dump_dir: str | None = None
     trace_dir: str | None = None

@@ -24,6 +24,7 @@ from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
 from etc_agent.worker.whole import build_whole
 from etc_agent.worker.world.build import build
+from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.stores import connect_store, copies_group
 from etc_agent.worker.world.swap import World, activate, deactivate
 
@@ -52,35 +53,29 @@ def start_fresh(
         settings.timeout_s,
     )
     # Under plain torchrun the size never changes between two steps, so only checkpoints need a vote.
-    vote, copies = None, None
+    rank, vote, copies, side = environment.rank, None, None, Connections()
     if environment.socket is not None or settings.checkpoint is not None:
-        vote = Vote(dist.PrefixStore("vote", store), environment.rank, config.num_ranks, settings.timeout_s)
+        vote = Vote(dist.PrefixStore("vote", store), rank, config.num_ranks, settings.timeout_s, side)
     if environment.socket is not None:
-        copies = copies_group(store, environment.rank, config.num_ranks, settings.redundancy, settings.timeout_s)
+        copies = copies_group(store, rank, config.num_ranks, settings.redundancy, settings.timeout_s, side)
+    context = ParallelContext(
+        config, world.mesh, rank, settings.device, environment.generation, settings.global_batch.size
+    )
     activate(world)
     try:
-        live, step = _entered(environment, config, script, settings, world, vote)
-        live.copies = copies
-        return live, step
+        state, step = _started(environment, script, settings, world, context)
     except BaseException:
         # So that a script which catches the error can open another session.
         world.close()
         deactivate()
         raise
+    return LiveGeneration(environment.generation, world, vote, side, state, context, copies), step
 
 
-def _entered(
-    environment: WorkerEnvironment,
-    config: ParallelConfig,
-    script: Build,
-    settings: Settings,
-    world: World,
-    vote: Vote | None,
-) -> tuple[LiveGeneration, int]:
-    """The generation with its state, in its active `world`, and its first step."""
-    context = ParallelContext(
-        config, world.mesh, environment.rank, settings.device, environment.generation, settings.global_batch.size
-    )
+def _started(
+    environment: WorkerEnvironment, script: Build, settings: Settings, world: World, context: ParallelContext
+) -> tuple[TrainState, int]:
+    """The state in its active `world`, and the first step."""
 
     def build_state() -> TrainState:
         return _built(script, world, environment.generation, settings)
@@ -92,7 +87,7 @@ def _entered(
     start_stream(settings.seed, environment.generation, environment.rank)
     if loaded is not None and loaded.stream is not None:
         set_rng_state(settings.device, loaded.stream)
-    return LiveGeneration(environment.generation, world, vote, state, context), step
+    return state, step
 
 
 def _first_values(

@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from etc_agent.errors import EtcError
+from etc_agent.worker.loss.frozen import StepRetriedError
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """What a session does for its steps.
+
+    `vote`: from this rank's ``ok`` to whether to apply the step, the same on every rank; raises StepRetriedError where
+    workers were lost and the step is to be run again. `apply`: applies the step where the vote was ok. `forgive`:
+    whether an error is the consequence of a loss of workers, so that the step can be run again.
+    """
+
+    vote: Callable[[bool], bool]
+    apply: Callable[[Step, bool], None]
+    forgive: Callable[[Exception], bool]
 
 
 class Step:
-    """One training step: ``with step: ...; step.commit()``. `index` counts from 0 over the whole job."""
+    """One training step: ``with step: ...; step.commit()``. `index` counts from 0 over the whole job.
 
-    def __init__(self, commit: Callable[[Step, bool], bool], index: int) -> None:
-        self._commit = commit
+    `is_committed`: False after the ``with`` where workers were lost in the step, which is then run again: the next step
+    of ``session.steps`` has the same index.
+    """
+
+    def __init__(self, deciding: Deciding, index: int) -> None:
+        self._deciding = deciding
+        self._has_voted = False
         self.index = index
         self.is_committed = False
+        self.is_retried = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None and not self.is_committed:
-            raise EtcError(f"step {self.index} ended without step.commit(); call it after the backward pass")
+    ) -> bool:
+        if self.is_retried and (error is None or isinstance(error, StepRetriedError)):
+            return True
+        if error is None:
+            if not self.is_committed:
+                raise EtcError(f"step {self.index} ended without step.commit(); call it after the backward pass")
+            return False
+        is_torn = self._has_voted and not self.is_committed
+        if is_torn or not isinstance(error, Exception) or not self._deciding.forgive(error):
+            return False
+        self.is_retried = not self.is_committed
+        return True
 
     def commit(self, ok: bool = True) -> bool:
         """Vote, and on every rank or on none apply the step: ``optimizer.step()``, ``scheduler.step()``,
@@ -32,14 +63,21 @@ class Step:
         non-finite gradients on any rank count as not `ok`, and the scaler is updated too.
 
         `ok`: False where this rank's gradients must not be applied (a NaN, say); then no rank applies them, the
-        gradients are dropped and training goes on with the next step. Returns whether the step was applied.
+        gradients are dropped and training goes on with the next step. Returns whether the step was applied. Where
+        workers were lost and the step is to be run again, nothing after it in the ``with`` is run.
 
         Raises:
             EtcError: this step was committed already.
-            RuntimeError: a rank was lost.
+            RuntimeError: a rank was lost, and the agent has not said so within `loss_timeout_s`.
         """
         if self.is_committed:
             raise EtcError(f"step {self.index} was committed already; call step.commit() once")
-        applied = self._commit(self, ok)
+        try:
+            ok = self._deciding.vote(ok)
+        except StepRetriedError:
+            self.is_retried = True
+            raise
+        self._has_voted = True
+        self._deciding.apply(self, ok)
         self.is_committed = True
-        return applied
+        return ok

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.stores import raw_group
 
 
@@ -22,10 +23,12 @@ class Ballot:
 
 
 class Vote:
-    """The votes of one generation, over a CPU gloo group of its own."""
+    """The votes of one generation, over a CPU gloo group of its own, whose connections are noted in `connections`."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
-        self._group = raw_group(store, rank, size, timeout_s)
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout_s: float, connections: Connections
+    ) -> None:
+        self._group = raw_group(store, rank, size, timeout_s, connections)
 
     def cast(self, ballot: Ballot) -> Ballot:
         """Vote, and return the result, which is equal on every rank.

@@ -1,6 +1,7 @@
 """A small agent for tests: starts workers, hosts their store, and speaks the control protocol with them.
 
-It does what the real agent's part of the protocol is, on one machine and without etcd: no failure handling.
+It does what the real agent's part of the protocol is, on one machine and without etcd. It handles the loss of workers
+where a test asks for it (`kill`, `freeze`, `agree`, `recover`), and makes no fresh start after the first.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import torch.distributed as dist
 from etc_agent.control.channel import JOINING_VARIABLE, SOCKET_VARIABLE, Channel
 from etc_agent.control.environment import generation_variables
 from etc_agent.control.messages import (
+    Agreed,
     Armed,
     Committed,
     Describe,
     Described,
     FirstStep,
+    Freeze,
+    Frozen,
     Hello,
     Message,
     Prepare,
@@ -108,6 +112,8 @@ class MiniAgent:
         self.workers: dict[Slot, WorkerHandle] = {}
         self.gone: list[WorkerHandle] = []
         self.generation: Generation | None = None
+        self.lost: Placement = ()
+        self._loss = 0
         self.next_id = 1
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._path = str(directory / "control.sock")
@@ -166,7 +172,8 @@ class MiniAgent:
         for slot in generation.placement:
             if slot not in self.workers:
                 self._spawn(slot, generation, joining=True)
-        everyone = list(dict.fromkeys((*previous.placement, *generation.placement)))
+        before = [slot for slot in previous.placement if slot not in self.lost]
+        everyone = list(dict.fromkeys((*before, *generation.placement)))
         for slot in everyone:
             self.hear(slot, Hello)
             self.send(slot, Prepare(NODE, generation.to_json(), previous.to_json()))
@@ -191,6 +198,53 @@ class MiniAgent:
         for slot in everyone:
             if self.generation is not None and slot not in self.generation.placement:
                 self._see_off(slot)
+
+    # -- a loss ----------------------------------------------------------------------------------------------------
+
+    def await_death(self, *slots: Slot) -> None:
+        """Wait until the workers there have been killed, by themselves or by the test."""
+        for slot in slots:
+            worker = self.workers.pop(slot)
+            self.gone.append(worker)
+            worker.process.join(self._timeout_s)
+            assert worker.process.exitcode == -9, f"{slot} has ended with {worker.process.exitcode}"
+            self.lost = (*self.lost, slot)
+
+    def kill(self, *slots: Slot) -> None:
+        for slot in slots:
+            self.workers[slot].process.kill()
+        self.await_death(*slots)
+
+    def freeze(self) -> dict[Slot, Frozen]:
+        """Freeze all that are left; what they answer."""
+        self._loss += 1
+        for slot in self.workers:
+            self.send(slot, Freeze(self._loss))
+        return {slot: self.hear(slot, Frozen, loss=self._loss) for slot in self.workers}
+
+    def agree(self, frozen: dict[Slot, Frozen], proposed: Generation | None = None) -> Agreed:
+        """The agreement that follows from what the survivors have answered, told to those that go on. `proposed`: the
+        generation that any of them may have entered."""
+        assert self.generation is not None
+        furthest = max(frozen.values(), key=lambda answer: (answer.generation, answer.step))
+        agreed = Agreed(self._loss, furthest.generation, furthest.step, furthest.ok)
+        if proposed is not None and agreed.generation == proposed.id:
+            self.generation = proposed
+            self.lost = tuple(slot for slot in self.lost if slot in proposed.placement)
+        for answer in frozen.values():
+            assert not answer.broken or answer.completed == agreed.generation, answer.broken
+        for slot, answer in frozen.items():
+            assert agreed.generation in (answer.generation, answer.completed), (agreed, answer)
+            self.send(slot, agreed)
+        return agreed
+
+    def recover(self, config: str, placement: Placement | None = None) -> dict[Slot, Switched]:
+        """The change that follows a loss. By default the survivors keep their order."""
+        assert self.generation is not None
+        survivors = [slot for slot in self.generation.placement if slot not in self.lost]
+        switched = self.change(config, placement or tuple(survivors[: ParallelConfig.parse(config).num_ranks]))
+        self.lost = ()
+        return switched
 
     def describe(self, slot: Slot, config: str) -> Described:
         self.send(slot, Describe(config))
@@ -271,7 +325,8 @@ class MiniAgent:
 
     def _next_generation(self, config: ParallelConfig, placement: Placement, previous: int) -> Generation:
         number, self.next_id = self.next_id, self.next_id + 1
-        return Generation(number, config, placement, f"127.0.0.1:{self._store.port}", previous, "test")
+        store = f"127.0.0.1:{self._store.port}"
+        return Generation(number, config, placement, store, previous, "test", lost=self.lost)
 
     def _default_placement(self, config: ParallelConfig) -> Placement:
         assert self.generation is not None

@@ -19,6 +19,8 @@ from etc_agent.integrations.native import TrainState
 from etc_agent.worker.change.conversation import Conversation
 from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.context import ParallelContext
+from etc_agent.worker.data.division import GlobalBatch
+from etc_agent.worker.loss.latch import Latch
 from etc_agent.worker.process.position import Whereabouts
 from etc_agent.worker.settings import Settings
 from tests.control.frames import FROM_AGENTS, frame, framed, payloads
@@ -34,10 +36,12 @@ def conversing() -> Iterator[tuple[socket.socket, Channel, Conversation]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.settimeout(30)
     given = Settings(
-        torch.device("cpu"), global_batch=4, seed=0, timeout_s=5.0, switch_timeout_s=5.0, abort_timeout_s=1.0,
-        record=None,
+        torch.device("cpu"), global_batch=GlobalBatch(4), seed=0, timeout_s=5.0, switch_timeout_s=5.0,
+        abort_timeout_s=1.0, loss_timeout_s=5.0, record=None,
     )
-    conversation = Conversation(Channel(theirs), 0, 1, build, given, lambda: 1, Whereabouts(), Retirements())
+    conversation = Conversation(
+        Channel(theirs), 0, 1, build, given, Latch(), lambda: None, Whereabouts(), Retirements()
+    )
     conversation.start()
     try:
         yield ours, Channel(ours), conversation

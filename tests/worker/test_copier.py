@@ -20,6 +20,7 @@ from etc_agent.integrations.tensors import named_tensors
 from etc_agent.parallel.config import Coordinate
 from etc_agent.worker.redundancy.copier import BUSY, Copier
 from etc_agent.worker.redundancy.copy_set import ChangedError, CopySet
+from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.stores import raw_group
 
 CPU = torch.device("cpu")
@@ -109,7 +110,8 @@ class Job:
 def job(nodes: list[int], every: int, *, has_stages: bool = True) -> Iterator[Job]:
     store = dist.HashStore()
     with ThreadPoolExecutor(len(nodes)) as pool:
-        groups = list(pool.map(lambda rank: raw_group(store, rank, len(nodes), TIMEOUT_S), range(len(nodes))))
+        size = len(nodes)
+        groups = list(pool.map(lambda rank: raw_group(store, rank, size, TIMEOUT_S, Connections()), range(size)))
     workers = [Worker(rank, node, has_stage=has_stages) for rank, node in enumerate(nodes)]
     for worker, group in zip(workers, groups, strict=True):
         worker.copier = Copier(group, worker.node, every, CPU, worker.at)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.worker.world.connections import Connections, StoreConnection
-from etc_agent.worker.world.stores import meet
+from etc_agent.worker.world.stores import meet, raw_group
 
 
 def slot(index: int) -> Slot:
@@ -118,7 +117,6 @@ def test_cutting_a_change_leaves_the_sockets_of_others_alone() -> None:
 
     waiting = threading.Thread(target=wait_in_vain)
     waiting.start()
-    ours.learn(ours.listening)
     assert ours.cut() >= 1, "gloo closes the other end when it sees the first one cut"
     waiting.join(10)
     assert not waiting.is_alive()
@@ -140,21 +138,18 @@ def test_cutting_a_change_leaves_the_sockets_of_others_alone() -> None:
         each.close()
 
 
-def pair(store: dist.Store, connections: Connections) -> list[dist.ProcessGroupGloo]:
+def pair(store: dist.Store, connections: Connections) -> list[dist.ProcessGroup]:
     """Two ranks of one group, both in this process."""
-    made: dict[int, dist.ProcessGroupGloo] = {}
+    made: dict[int, dist.ProcessGroup] = {}
 
     def make(rank: int) -> None:
-        made[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
+        made[rank] = raw_group(store, rank, 2, 30, connections)
 
-    def make_both() -> None:
-        threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    connections.record(make_both, lambda _: 2)
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return [made[0], made[1]]
 
 
@@ -162,22 +157,22 @@ def test_a_port_that_the_script_opens_meanwhile_makes_nothing_cut() -> None:
     connections = Connections()
     opened: list[socket.socket] = []
 
-    def make() -> None:
-        pair(dist.HashStore(), Connections())
-        opened.append(socket.create_server(("127.0.0.1", 0)))
+    def make_devices() -> list[str]:
+        opened.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+        return ["device"]
 
-    connections.record(make, lambda _: 2)
-    assert connections.listening == ()
+    assert connections.listen(make_devices) == ([], ["device"])
     assert connections.cut() == 0
-    opened[0].close()
+    for each in opened:
+        each.close()
 
 
 def test_a_meeting_names_those_that_did_not_come_and_can_be_left() -> None:
     with pytest.raises(PeerLostError, match=r"worker 1, 2 of the change did not come within 0\.05 s"):
-        meet(dist.HashStore(), "arrived", 0, 3, "", 0.05, lambda: None)
+        meet(dist.HashStore(), 0, 3, 0.05, lambda: None)
 
     def withdrawn() -> None:
         raise EtcError("withdrawn")
 
     with pytest.raises(EtcError, match="withdrawn"):
-        meet(dist.HashStore(), "arrived", 0, 2, "", 60.0, withdrawn)
+        meet(dist.HashStore(), 0, 2, 60.0, withdrawn)

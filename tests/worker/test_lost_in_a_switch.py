@@ -88,7 +88,7 @@ def test_a_killed_joiner_costs_the_others_nothing(
 
 
 def test_a_killed_worker_of_the_old_generation_is_named_and_the_rest_hold_its_state_whole(tmp_path: Path) -> None:
-    fault = {"migration": "keep", "die_midway": 1, "after": 0}
+    fault = {"migration": "keep", "die_midway": 1, "after": 0, "loss_timeout_s": 1.0}
     with MiniAgent(tmp_path, pause_s=0.02, fault=fault) as agent:
         agent.start("PP3")
         generation, everyone = prepared_for(agent, "TP3")

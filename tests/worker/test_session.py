@@ -238,7 +238,7 @@ def test_a_migration_that_fails_on_one_worker_is_voted_down_and_everyone_stays(t
 
 
 def test_an_exception_in_user_code_is_told_to_the_agent_and_surfaces_with_its_traceback(tmp_path: Path) -> None:
-    with MiniAgent(tmp_path, fault={"raise_at": 3, "timeout_s": 10.0}) as agent:
+    with MiniAgent(tmp_path, fault={"raise_at": 3, "timeout_s": 10.0, "loss_timeout_s": 1.0}) as agent:
         agent.start("PP1")
         raised = agent.hear(slot(0), Raised)
         assert (raised.error, raised.kind) == ("KeyError: 'a bug in user code'", ErrorKind.RAISED)
@@ -251,7 +251,7 @@ def test_an_exception_in_user_code_is_told_to_the_agent_and_surfaces_with_its_tr
 def test_an_error_that_speaks_of_a_connection_is_the_scripts_own_and_the_peers_say_that_they_lost_one(
     tmp_path: Path,
 ) -> None:
-    with MiniAgent(tmp_path, fault={"raise_at": 3, "raises": "reset"}) as agent:
+    with MiniAgent(tmp_path, fault={"raise_at": 3, "raises": "reset", "loss_timeout_s": 1.0}) as agent:
         agent.start("DP2")
         raised = agent.hear(slot(0), Raised)
         assert (raised.error, raised.kind) == ("ConnectionResetError: connection reset by peer", ErrorKind.RAISED)

@@ -17,12 +17,14 @@ def test_a_state_dict_that_raises_votes_the_change_down_with_its_reason(
 ) -> None:
     with MiniAgent(tmp_path, pause_s=0.02, fault={"unreadable": [extra, rank], "migration": migration}) as agent:
         agent.start("PP2")
+        (tmp_path / "unreadable").touch()
         generation, everyone = agent.prepare("PP3")
         for each in everyone:
             agent.hear(each, Prepared, generation=generation.id)
             agent.send(each, Armed(generation.id))
         reasons = {agent.hear(each, Refused, generation=generation.id).error for each in everyone}
         assert reasons == {f"LookupError: the state of {extra} is not at hand"}
+        (tmp_path / "unreadable").unlink()
         joiner = agent.workers.pop(everyone[-1])
         agent.gone.append(joiner)
         joiner.process.join(60)

@@ -40,15 +40,15 @@ def test_each_extra_is_carried_by_one_way_alone() -> None:
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, 0), (1, "new"), (2, 1), (3, "new")])
 def test_a_coordinate_keeps_its_own_and_a_new_one_what_build_made(rank: int, expected: Any) -> None:
-    said = [own_state(state_of(own=Extra({"place": old}, "per_rank"))) for old in range(2)]
+    said = {old: own_state(state_of(own=Extra({"place": old}, "per_rank"))) for old in range(2)}
     state = state_of(own=Extra({"place": "new"}, "per_rank"))
     load_own_state(state, said, ParallelConfig(2, 1, 1), ParallelConfig(2, 2, 1), rank)
     assert state.extras["own"].value == {"place": expected}
 
 
 def test_samples_are_brought_together_and_contradictions_refused() -> None:
-    def said(*parts: dict[int, str]) -> list[dict[str, Any]]:
-        return [own_state(state_of(seen=Extra(part, "per_sample"))) for part in parts]
+    def said(*parts: dict[int, str]) -> dict[int, dict[str, Any]]:
+        return {rank: own_state(state_of(seen=Extra(part, "per_sample"))) for rank, part in enumerate(parts)}
 
     state, two, one = state_of(seen=Extra({}, "per_sample")), ParallelConfig(1, 1, 2), ParallelConfig(1, 1, 1)
     load_own_state(state, said({1: "a", 2: "b"}, {2: "b", 3: "c"}), two, one, 0)

@@ -119,10 +119,10 @@ def local_group(parallel: etc.ParallelContext) -> dist.ProcessGroup:
     return group
 
 
-def fail_once_to_be_read(extra: str) -> None:
-    """Raise, where the fault ``{"unreadable": [EXTRA, RANK]}`` names this extra on this rank."""
-    if FAULT.get("unreadable") == [extra, int(os.environ["RANK"])]:
-        del FAULT["unreadable"]
+def fail_to_be_read(extra: str) -> None:
+    """Raise, where the fault ``{"unreadable": [EXTRA, RANK]}`` names this extra on this rank, while there is a file
+    of that name."""
+    if FAULT.get("unreadable") == [extra, int(os.environ["RANK"])] and (FAULT["log"] / "unreadable").exists():
         raise LookupError(f"the state of {extra} is not at hand")
 
 
@@ -130,7 +130,7 @@ class Notes:
     """State that is the same on every rank: none."""
 
     def state_dict(self) -> dict[str, Any]:
-        fail_once_to_be_read("notes")
+        fail_to_be_read("notes")
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class Own:
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        fail_once_to_be_read("own")
+        fail_to_be_read("own")
         return {"steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -285,7 +285,7 @@ def saving_what_is_left(log: Path, session: etc.Session) -> Iterator[None]:
 
 def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    FAULT.update(fault)
+    FAULT.update(fault, log=log)
     if os.environ["LOCAL_RANK"] == str(fault.get("die_midway")) and not (log / "died").exists():
         (log / "died").touch()
         die_midway(fault["after"])
@@ -299,6 +299,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
     with etc.session(
         build, global_batch=12, seed=7, record=lambda step, seen: ids.update(step=step, ids=list(seen)),
         timeout_s=fault.get("timeout_s", 60.0), switch_timeout_s=fault.get("switch_timeout_s", 60.0),
+        loss_timeout_s=fault.get("loss_timeout_s", 60.0),
         migration=fault.get("migration", "auto"), budget_bytes=fault.get("budget_bytes"),
         checkpoint=etc.Checkpoint(**fault["checkpoint"]) if "checkpoint" in fault else None,
     ) as session, saving_what_is_left(log, session):
@@ -314,6 +315,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 if fault.get("hang_at") == step.index and session.parallel.rank == 1:
                     time.sleep(600)
                 step.commit()
+            if not step.is_committed:
+                continue
             if (log / f"rebind-{step.index}").exists():
                 rebind(session.state, (log / f"rebind-{step.index}").read_text())
             own, seen = session.state.extras["own"], session.state.extras["seen"]

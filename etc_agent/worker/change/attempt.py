@@ -1,11 +1,13 @@
 """One worker's attempt to enter a prepared generation: errors, and the votes that decide whether it is committed.
 
-    vote of all workers -> vote of the old generation's workers -> old rank 0 tells the workers that join
+    vote of all workers -> vote of the old generation's workers -> worker 0 tells the workers that join
 
 A worker that is lost during the first vote leaves some workers with its result and others with an error. The second
 vote runs over the old generation's own connections and decides: the change is committed only if all old workers saw the
 first vote succeed. So losing a worker that joins costs the others only time. Losing a worker of the old generation is
-different: that generation cannot train without it in any case.
+different: that generation cannot train without it in any case. Then all survivors agree on the generation through their
+agents (`worker.loss`), and so they do where workers are lost in a change that itself follows a loss, in which there is
+no vote of the old generation.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import one_line
 from etc_agent.worker.change.phases import Phases
 from etc_agent.worker.change.prepared import PreparedGeneration
-from etc_agent.worker.live import LiveGeneration
-from etc_agent.worker.vote import Ballot, minimum
+from etc_agent.worker.loss.latch import Latch, Seen
+from etc_agent.worker.vote import Ballot, Vote, minimum
 
 _log = logging.getLogger(__name__)
 
@@ -52,18 +54,23 @@ class Problem:
 
 
 class Attempt:
-    """One worker's attempt; `live` is None on a worker that joins.
+    """One worker's attempt. `old_vote`: of the old generation; None on a worker that joins, and after a loss. `latch`:
+    every result passes it before it is acted on.
 
     Attributes:
         problem: the first error of this worker; later parts of the switch are then skipped.
         last_sends: messages to the workers that join, not yet complete.
     """
 
-    def __init__(self, prepared: PreparedGeneration, live: LiveGeneration | None, phases: Phases) -> None:
+    def __init__(
+        self, prepared: PreparedGeneration, old_vote: Vote | None, latch: Latch, phases: Phases
+    ) -> None:
         self._prepared = prepared
         self._mode = prepared.mode
-        self._live = live
+        self._old_vote = old_vote
+        self._latch = latch
         self._phases = phases
+        self._has_completed = False
         self.problem: Problem | None = None
         self.last_sends: list[dist.Work] = []
 
@@ -113,29 +120,53 @@ class Attempt:
 
     def vote_to_begin(self) -> bool:
         """Whether every worker is present and without a problem. The result is the same on all workers of the old
-        generation; a worker that joins gets the result of the first vote.
+        generation; a worker that joins gets the result of the first vote. From a result that is yes on, neither
+        generation's state is complete on this worker until it has completed the migration.
 
         Raises:
-            RuntimeError: a worker of the old generation was lost; on a worker that joins: any worker was lost.
+            RuntimeError: a worker of the old generation was lost, or this worker is frozen; on a worker that joins, and
+                after a loss: any worker was lost.
         """
         with self._phases.phase("begin"):
-            return self._vote()
+            seen, agreed = self._latch.seen, self._vote()
+            if agreed:
+                begun = f"workers were lost after the release switch to generation {self._generation} had begun"
+                seen = replace(seen, broken=begun)
+            self._latch.record(seen)
+            return agreed
 
-    def vote_to_commit(self) -> bool:
-        """As `vote_to_begin`, but the result is also the same on every worker that joins.
+    def vote_to_commit(self, step: int) -> bool:
+        """As `vote_to_begin`, but the result is also the same on every worker that joins. `step`: the first of the new
+        generation.
 
         Raises:
             RuntimeError: as for `vote_to_begin`.
         """
         with self._phases.phase("vote"):
-            agreed = self._vote()
-            group, crew = self._prepared.group, self._prepared.crew
-            if self._live is None:
-                return agreed and self._hear()
+            seen = self._latch.seen
+            if self.problem is None:
+                # Before the ballot: where any worker sees the vote succeed, all others can still enter.
+                self._latch.record(replace(seen, completed=self._generation))
+                self._has_completed = True
+            agreed, crew = self._vote(), self._prepared.crew
+            if agreed and crew.old_rank is None:
+                agreed = self._hear()
+            self._latch.record(Seen(self._generation, step) if agreed else seen)
             if agreed and crew.worker == 0:
-                told = torch.ones(1, dtype=torch.uint8, device="cpu")
-                self.last_sends = [group.send([told], joiner, _COMMITTED_TAG) for joiner in crew.joining]
+                self._tell_joiners()
             return agreed
+
+    def _tell_joiners(self) -> None:
+        told = torch.ones(1, dtype=torch.uint8, device="cpu")
+        for joiner in self._prepared.crew.joining:
+            try:
+                self.last_sends.append(self._prepared.group.send([told], joiner, _COMMITTED_TAG))
+            except RuntimeError as error:  # it is lost, which is a loss of the new generation's
+                _log.warning("worker %d could not be told that it has joined: %s", joiner, one_line(error))
+
+    @property
+    def _generation(self) -> int:
+        return self._prepared.generation.id
 
     def _vote(self) -> bool:
         ok = False
@@ -146,12 +177,11 @@ class Attempt:
                 self._meet(Problem(one_line(error), kind_of(error), Told.BY_CUTTING), error)
         if self.lost_connections:
             self._cut()
-        if self._live is None:
+        if self._old_vote is None:
             if self.lost_connections:
                 raise RuntimeError(self.reason)
             return ok
-        assert self._live.vote is not None, "a job without an agent does not change"
-        agreed = self._live.vote.cast(Ballot(ok, 0)).ok
+        agreed = self._old_vote.cast(Ballot(ok, 0)).ok
         if ok and not agreed:
             lost = "another worker lost its connections meanwhile"
             self._meet(Problem(lost, ErrorKind.PEER_LOST, Told.BY_CUTTING), None)
@@ -159,7 +189,7 @@ class Attempt:
         return agreed
 
     def _hear(self) -> bool:
-        """Receive the result from old rank 0. If the change was not committed it sends nothing and cuts its
+        """Receive the result from worker 0. If the change was not committed it sends nothing and cuts its
         connections."""
         told = torch.zeros(1, dtype=torch.uint8, device="cpu")
         self._prepared.group.recv([told], 0, _COMMITTED_TAG).wait()
@@ -170,12 +200,15 @@ class Attempt:
         self.problem = problem if self.problem is None else replace(self.problem, told=problem.told)
         # Logged at once: the agent may stop this worker before the error has propagated.
         _log.error(
-            "generation %d: migration failed: %s%s", self._prepared.generation.id, problem.reason, self._mode.account(),
+            "generation %d: migration failed: %s%s", self._generation, problem.reason, self._mode.account(),
             exc_info=error if problem.told is Told.BY_VOTE else None,
         )
 
     def _cut(self) -> None:
         """Close the change's connections: peers that wait for this worker fail now instead of at their timeout."""
+        if self._has_completed:
+            self._prepared.connections.cut()  # all else stays, since this worker may still have to enter
+            return
         self._prepared.close()
         # Schedules and tracebacks form reference cycles, and a group keeps its sockets open until it is collected.
         gc.collect()

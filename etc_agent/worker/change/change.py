@@ -26,13 +26,13 @@ from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.native import TrainState
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
+from etc_agent.worker.change.groups import ChangeConnections
 from etc_agent.worker.change.prepare import prepare
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.model import Build
 from etc_agent.worker.settings import Settings
-from etc_agent.worker.world.connections import Connections, StoreConnection
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +85,7 @@ class Change:
         self._end: End | None = None
         self._prepared: PreparedGeneration | None = None
         self._holdings: Future[Holdings] = Future()
-        self.connections = Connections()
-        self.store_connection = StoreConnection()
+        self.connections = ChangeConnections()
         self._thread = threading.Thread(target=self._run, name=f"etc-change-{order.generation.id}", daemon=True)
 
     @property
@@ -101,13 +100,18 @@ class Change:
 
     def at_safe_point(self, state: TrainState) -> None:
         """Called by the main thread between two steps: make the `Holdings` if the preparation still needs them."""
-        if self._holdings.done() or not self._order.in_force:
+        if not self.wants_holdings:
             return
         try:
             self._tell(self._holdings.set_result, Holdings.of(state))
         except Exception as error:
             # Without its traceback, which would keep the state alive.
             self._tell(self._holdings.set_exception, EtcError(one_line(error)))
+
+    @property
+    def wants_holdings(self) -> bool:
+        """Whether the preparation needs the `Holdings` and has not got them yet."""
+        return bool(self._order.in_force) and not self._holdings.done()
 
     def is_prepared(self) -> bool:
         with self._changed:
@@ -238,7 +242,7 @@ class Change:
         while self._thread.is_alive() and time.monotonic() - start < self._settings.abort_timeout_s:
             self.connections.cut()
             if time.monotonic() - start > _STORE_GRACE_S:
-                self.store_connection.cut()
+                self.connections.store.cut()
             self._thread.join(_CUT_AGAIN_S)
 
     def _forget_holdings(self) -> None:

@@ -18,11 +18,14 @@ from dataclasses import replace
 from etc_agent.control.causes import kind_of
 from etc_agent.control.channel import Channel, MessageTooLargeError
 from etc_agent.control.messages import (
+    Agreed,
     Armed,
     Committed,
     Describe,
     Described,
     Finish,
+    Freeze,
+    Frozen,
     Hello,
     Message,
     Prepare,
@@ -37,23 +40,26 @@ from etc_agent.parallel.topology import Slot
 from etc_agent.worker.change.change import Change, Order
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retirements
+from etc_agent.worker.loss.latch import Latch
 from etc_agent.worker.model import Build, describe
 from etc_agent.worker.process.position import Whereabouts, dump_stacks
 from etc_agent.worker.settings import Settings
 
 _log = logging.getLogger(__name__)
 
+_CUT_AGAIN_S = 0.1
 _CLOSE_S = 3.0
 """Seconds to wait, when the session ends, for an aborted change. What is left then ends with the process."""
 
 
 class Conversation:
-    """Receives and answers the agent's messages. `generation`: the one that this worker was started for; `in_force`
-    returns the number of the generation in force, 0 before a joiner's first. `finish` is called when the job stops."""
+    """Receives and answers the agent's messages. `generation`: the one that this worker was started for; `latch`: what
+    the main thread has seen of its votes; `cut` cuts the connections of the generation in force. `finish` is called
+    when the job stops."""
 
     def __init__(
         self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings,
-        in_force: Callable[[], int], whereabouts: Whereabouts, retirements: Retirements,
+        latch: Latch, cut: Callable[[], None], whereabouts: Whereabouts, retirements: Retirements,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel = channel
@@ -61,12 +67,14 @@ class Conversation:
         self._is_introduced = False
         self._build = build
         self._settings = settings
-        self._in_force = in_force
+        self._latch = latch
+        self._cut_in_force = cut
         self._whereabouts = whereabouts
         self._retirements = retirements
         self._finish = finish
-        self._changed = threading.Condition()
+        self._changed = latch.changed
         self._change: Change | None = None
+        self._taken: Change | None = None
         self._armed = 0
         self._withdrawn = 0
         self._is_closed = False
@@ -130,13 +138,23 @@ class Conversation:
         with self._changed:
             return self._armed
 
-    def take(self, generation: int) -> PreparedGeneration:
-        """Hand over the prepared `generation`: a vote has found every rank armed for it."""
+    def take(self, generation: int) -> PreparedGeneration | None:
+        """Hand over the prepared `generation`: a vote has found every rank armed for it. None where workers were lost
+        meanwhile. What is handed over is cut if a loss comes before `has_switched`."""
         with self._changed:
+            if self._latch.is_closed:
+                return None
             change, self._change, self._armed = self._change, None, 0
-        assert change is not None, "armed, but nothing is prepared"
-        assert change.generation.id == generation, "armed for another generation than the prepared one"
-        return change.take()
+            assert change is not None, "armed, but nothing is prepared"
+            assert change.generation.id == generation, "armed for another generation than the prepared one"
+            self._taken = change
+            return change.take()
+
+    def has_switched(self) -> None:
+        """The switch to what `take` has handed over has ended, in either generation."""
+        with self._changed:
+            self._taken = None
+            self._entering = 0
 
     def drop_withdrawn(self) -> None:
         """Called after a vote that did not lead to a switch: abort the change if it was withdrawn since it was
@@ -157,21 +175,43 @@ class Conversation:
         with self._changed:
             if not self._changed.wait_for(lambda: self._armed or self._withdrawn or self._is_closed, timeout_s):
                 raise EtcError(f"joined, but no generation was armed within {timeout_s:g} s")
-            if not self._armed:
+            prepared = self.take(self._armed) if self._armed else None
+            if prepared is None:
                 raise SystemExit(0)
             # From here on a withdrawal must end the process: the main thread waits inside the migration's groups.
-            self._entering = generation = self._armed
-        return self.take(generation)
+            self._entering = prepared.generation.id
+            return prepared
+
+    def await_recovery(self, state: TrainState) -> PreparedGeneration | None:
+        """After a loss: wait until the agent has armed the generation that follows it, and take that. None where more
+        workers were lost. How long that may take is for the agents to say.
+
+        Raises:
+            EtcError: the agent is gone.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._armed or self._is_closed or self._latch.is_closed or self._wants_holdings()
+                )
+                if self._is_closed:
+                    raise EtcError("workers were lost, and the agent ended before the job could go on without them")
+                if self._armed or self._latch.is_closed:
+                    return self.take(self._armed)
+            self.at_safe_point(state)
+
+    def _wants_holdings(self) -> bool:
+        return self._change is not None and self._change.wants_holdings
 
     def await_end(self, timeout_s: float) -> None:
         """Answer questions until the agent closes the connection or stops this process."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, timeout_s)
 
-    def entered(self) -> None:
-        """The joiner is in its first generation."""
-        with self._changed:
-            self._entering = 0
+    @property
+    def is_over(self) -> bool:
+        """Whether the agent has closed the connection."""
+        return self._is_closed
 
     # -- control thread --------------------------------------------------------------------------------------------
 
@@ -208,16 +248,20 @@ class Conversation:
             case Committed():
                 pass
             case Finish():
-                if not self._in_force():  # it joins, and has no state to save
+                if not self._latch.seen.generation:  # it joins, and has no state to save
                     _exit_now()
                 self._finish()
+            case Freeze(loss=loss):
+                self._freeze(loss)
+            case Agreed():
+                self._latch.agree(message)
             case _:
                 _log.error("ignored message %s of the agent: only workers send it", message.type)
 
     def _prepare(self, message: Prepare) -> None:
         order = Order(
             Generation.from_json(message.generation), Generation.from_json(message.previous),
-            Slot(message.node, self._hello.local_rank), self._in_force(),
+            Slot(message.node, self._hello.local_rank), self._latch.generation,
         )
         with self._changed:
             if self._is_closed:
@@ -225,6 +269,7 @@ class Conversation:
             before, self._armed = self._change, 0
             change = Change(order, self._build, self._settings, self.send, self._retirements, before)
             self._change = change
+            self._changed.notify_all()
         if before is not None:
             before.abort()
         change.start()
@@ -250,6 +295,31 @@ class Conversation:
         if change is not None and change.generation.id == generation and not is_armed:
             change.abort()
 
+    def _freeze(self, loss: int) -> None:
+        """Latch, cut, report: in this order the answer is final."""
+        with self._changed:
+            seen = self._latch.close(loss)
+            change, self._armed = self._change, 0
+            self._changed.notify_all()
+        self._cut()
+        self.send(Frozen(loss, seen.generation, seen.step, seen.ok, seen.completed, seen.broken))
+        if change is not None:
+            change.abort()
+        if self._latch.is_closed:
+            threading.Thread(target=self._cut_on, name=f"etc-cut-{loss}", daemon=True).start()
+
+    def _cut(self) -> None:
+        self._cut_in_force()
+        with self._changed:
+            taken = self._taken
+        if taken is not None:
+            taken.connections.cut()
+
+    def _cut_on(self) -> None:
+        """Cut again what was connected meanwhile, until the main thread has come to wait for the others' agreement."""
+        while not self._latch.await_heard(_CUT_AGAIN_S):
+            self._cut()
+
     # -- describing ------------------------------------------------------------------------------------------------
 
     def _describe_all(self) -> None:
@@ -259,7 +329,8 @@ class Conversation:
     def _described(self, config: str) -> Described:
         try:
             parsed, settings = ParallelConfig.parse(config), self._settings
-            layout = describe(self._build, parsed, settings.device, self._in_force(), settings.global_batch)
+            in_force = self._latch.seen.generation
+            layout = describe(self._build, parsed, settings.device, in_force, settings.global_batch)
         except Exception as error:
             return Described(config, None, one_line(error), kind_of(error))
         return Described(config, layout)

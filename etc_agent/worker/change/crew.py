@@ -13,16 +13,17 @@ from etc_agent.parallel.topology import Slot
 class Crew:
     """The workers of the previous and of the next generation, as one of them sees them.
 
-    They are numbered as in the migration plan: the workers of the previous generation by their rank in it, then the
-    workers that join by their rank in the next generation.
+    They are numbered as in the migration plan: the workers of the previous generation by their rank in it, without
+    those that were lost, then the workers that join by their rank in the next generation. A worker in the slot of a
+    lost one joins.
 
-    `slots`: worker -> its slot. `next_ranks`: worker -> its rank in the next generation, None where it leaves.
-    `num_previous`: the size of the previous generation. `worker`: this worker's number.
+    `slots`: worker -> its slot. `old_ranks`, `next_ranks`: worker -> its rank in the previous and in the next
+    generation, None where it joins or leaves. `worker`: this worker's number.
     """
 
     slots: tuple[Slot, ...]
+    old_ranks: tuple[int | None, ...]
     next_ranks: tuple[int | None, ...]
-    num_previous: int
     worker: int
 
     @classmethod
@@ -32,11 +33,12 @@ class Crew:
         Raises:
             EtcError: the slot is in neither generation.
         """
-        slots = tuple(dict.fromkeys((*previous.placement, *generation.placement)))
+        before = {each: rank for rank, each in enumerate(previous.placement) if each not in generation.lost}
+        after = {each: rank for rank, each in enumerate(generation.placement)}
+        slots = (*before, *(each for each in after if each not in before))
         if slot not in slots:
             raise EtcError(f"slot {slot} is neither in generation {previous.id} nor in {generation.id}")
-        ranks = {each: rank for rank, each in enumerate(generation.placement)}
-        return cls(slots, tuple(map(ranks.get, slots)), len(previous.placement), slots.index(slot))
+        return cls(slots, tuple(map(before.get, slots)), tuple(map(after.get, slots)), slots.index(slot))
 
     @property
     def num_workers(self) -> int:
@@ -45,12 +47,16 @@ class Crew:
     @property
     def old_rank(self) -> int | None:
         """This worker's rank in the previous generation, None where it joins."""
-        return self.worker if self.worker < self.num_previous else None
+        return self.old_ranks[self.worker]
 
     @property
     def new_rank(self) -> int | None:
         """This worker's rank in the next generation, None where it leaves."""
         return self.next_ranks[self.worker]
+
+    def has_old_rank(self, rank: int) -> bool:
+        """Whether the worker that had `rank` in the previous generation takes part."""
+        return rank in self.old_ranks
 
     @property
     def leaving(self) -> tuple[int, ...]:
@@ -60,7 +66,7 @@ class Crew:
     @property
     def joining(self) -> tuple[int, ...]:
         """The numbers of the workers that join."""
-        return tuple(range(self.num_previous, self.num_workers))
+        return tuple(worker for worker, rank in enumerate(self.old_ranks) if rank is None)
 
     @property
     def nodes(self) -> tuple[int, ...]:

@@ -14,14 +14,18 @@ from etc_agent.control.messages import FirstStep, Position, Progress, Raised, Re
 from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.conversation import Conversation
+from etc_agent.worker.change.errors import SwitchError
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retired, Retirements, exclude_from_collection
 from etc_agent.worker.change.state.holdings import reshard
-from etc_agent.worker.change.switch import Switch, switch, write_switch_trace
+from etc_agent.worker.change.switch import Switch, enter, switch, write_switch_trace
 from etc_agent.worker.checkpoints.saver import Bid, Saver
 from etc_agent.worker.course import Course
 from etc_agent.worker.fixed_size import leave
 from etc_agent.worker.live import LiveGeneration
+from etc_agent.worker.loss.frozen import FrozenWait
+from etc_agent.worker.loss.latch import Latch, Seen
+from etc_agent.worker.loss.survival import Survival
 from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.process.position import Whereabouts, dump_stacks_on_signal
@@ -30,6 +34,7 @@ from etc_agent.worker.redundancy.copier import BUSY, Copier
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.start import start_fresh
 from etc_agent.worker.vote import Ballot
+from etc_agent.worker.world.gloo import record_groups
 from etc_agent.worker.world.swap import install
 
 _log = logging.getLogger(__name__)
@@ -62,10 +67,15 @@ class Elastic:
         self._whereabouts = Whereabouts()
         self._retirements = Retirements()
         self._saver = Saver.of(settings, course)
+        self._latch = Latch()
         self._conversation = Conversation(
-            channel, environment.slot, environment.generation, script, settings, self._in_force, self._whereabouts,
-            self._retirements, self._finish,
+            channel, environment.slot, environment.generation, script, settings, self._latch, self._cut,
+            self._whereabouts, self._retirements, self._finish,
         )
+        frozen = FrozenWait(
+            self._latch, self._conversation.send, lambda: self._conversation.is_over, settings.loss_timeout_s
+        )
+        self._survival = Survival(self._latch, frozen, course)
         self._signals: LeftToAgent | None = None
         self.live: LiveGeneration | None = None
         self._pending = 0
@@ -80,16 +90,17 @@ class Elastic:
         """Enter the first generation: a fresh one, or the one that this worker joins."""
         dump_stacks_on_signal()
         install()
+        record_groups()
         exclude_from_collection()
         if self._environment.is_joining:
             self._conversation.start()
             self._signals = LeftToAgent(self._conversation.send)
             self._switch_to(self._conversation.await_armed(self._settings.timeout_s))
-            self._conversation.entered()
             if self._saver is not None:
                 self._saver.join()
         else:
             self._start_fresh()
+            self._latch.record(Seen(self._in_force(), self._course.step))
             if self._saver is not None:
                 self._saver.begin()
             self._at(Position.BETWEEN)
@@ -142,19 +153,43 @@ class Elastic:
             self._between_steps()
 
     def begin_step(self) -> None:
+        assert self.live is not None
+        self._survival.begin_step(self.live)
         self._course.begin_step()
         self._at(Position.STEP)
 
     def vote(self, *, ok: bool) -> bool:
-        """Return whether every rank votes `ok`; the same vote finds the generation to enter next."""
+        """Return whether every rank votes `ok`; the same vote finds the generation to enter next.
+
+        Raises:
+            StepRetriedError: workers were lost, and the step is to be run again.
+        """
+        self._at(Position.VOTE)
+        try:
+            ok = self._cast(ok, self._course.step + 1)
+        except RuntimeError as error:
+            return self._survival.result_after(error)
+        self._survival.has_voted()
+        return ok
+
+    def forgive(self, error: Exception) -> bool:
+        """Whether the step, which has ended by `error`, was broken off by a loss of workers. Code after the vote may
+        have raised it too; then nothing is run again."""
+        return self._survival.forgive(error)
+
+    def _cast(self, ok: bool, next_step: int) -> bool:
+        """One vote; `next_step` is the next one when its result is known.
+
+        Raises:
+            RuntimeError: a rank was lost, or this worker is frozen.
+        """
         live = self.live
         assert live is not None
         assert live.vote is not None
-        self._at(Position.VOTE)
         copies = live.copier.ballot if live.copier is not None else BUSY
-        following = self._course.step + (0 if self._is_held else 1)
-        bid = self._saver.bid(following) if self._saver is not None else Bid.NOTHING
+        bid = self._saver.bid(next_step) if self._saver is not None else Bid.NOTHING
         result = live.vote.cast(Ballot(ok, self._conversation.armed(), copies, bid))
+        self._latch.record(Seen(live.id, next_step, result.ok))
         self._copies_agreed = result.copies
         if result.armed:
             self._pending = result.armed
@@ -177,10 +212,13 @@ class Elastic:
 
     def _between_steps(self) -> None:
         assert self.live is not None
-        if self._pending:
-            generation, self._pending = self._pending, 0
+        generation, self._pending = self._pending, 0
+        if generation and not self._survival.is_recovering:
             reshard(self.live.state)
-            self._switch_to(self._conversation.take(generation))
+            prepared = self._conversation.take(generation)
+            if prepared is not None:
+                self._switch_to(prepared)
+        self._recover()
         self._conversation.at_safe_point(self.live.state)
         # Not before the first step after a switch: that step is part of the measured stop.
         if self.live.copier is not None and self._entered is None:
@@ -196,13 +234,31 @@ class Elastic:
             at = live.parallel.coordinate
             live.copier = Copier(live.copies, node, settings.redundancy.every, settings.device, at)
 
+    def _recover(self) -> None:
+        """Where workers were lost: wait, frozen, for the generation that follows, and enter it."""
+        assert self.live is not None
+        while self._survival.is_recovering or self._latch.is_closed:
+            if self._saver is not None:
+                self._saver.agree(Bid.NOTHING)  # some have not seen the vote that called for a checkpoint
+            if self._latch.is_closed:
+                self._survival.meet_between_steps(None)
+            if self._entered is not None:
+                self._retire_previous()
+            self._at(Position.SWITCH)
+            prepared = self._conversation.await_recovery(self.live.state)
+            if prepared is not None:
+                self._switch_to(prepared)
+
     def _hold(self) -> None:
         """Too few nodes are left to train: stay here, and vote now and then for what may come instead of a step."""
         if self._entered is not None:
             _log.warning("too few nodes are left; step %d waits, and the state stays in memory", self._course.step)
             self._retire_previous()
         time.sleep(_HOLD_S)
-        self.vote(ok=True)
+        try:
+            self._cast(ok=True, next_step=self._course.step)
+        except RuntimeError as error:
+            self._survival.meet_between_steps(error)
         self._at(Position.BETWEEN)
         self._course.stand_still()
         self._send_progress()
@@ -211,7 +267,7 @@ class Elastic:
 
     def _switch_to(self, prepared: PreparedGeneration) -> None:
         self._at(Position.SWITCH)
-        outcome = switch(prepared, self.live, self._course.step, self._settings)
+        outcome = self._switched(prepared)
         if not outcome.is_committed:
             self._stay(prepared, outcome)
             return
@@ -219,8 +275,10 @@ class Elastic:
             outcome.start = self._course.ended
         self._retirements.announce()
         retired = Retired(self.live, prepared, outcome.last_sends)
+        self._survival.forget()
         self.live, self._course.step = prepared.next, outcome.step
         self._is_held, self._copies_agreed = prepared.generation.is_held, BUSY
+        self._conversation.has_switched()
         # Last: after this message the agent may ask for the next change.
         self._send_switched(prepared, outcome)
         if self.live is None:
@@ -229,9 +287,26 @@ class Elastic:
         self._entered = outcome, retired
         self._at(Position.BETWEEN)
 
+    def _switched(self, prepared: PreparedGeneration) -> Switch:
+        """How the switch to `prepared` has ended."""
+        live, outcome = self.live, Switch(self._course.step)
+        old_vote = live.vote if live is not None and not self._survival.is_recovering else None
+        try:
+            switch(prepared, live, old_vote, self._latch, outcome, self._settings)
+        except SwitchError as error:
+            if self._survival.enters_after(error, prepared.generation.id, outcome.step):
+                enter(prepared, outcome, self._settings)
+            else:
+                outcome.error = one_line(error)
+            return outcome
+        if outcome.is_committed:
+            self._survival.is_recovering = False
+        return outcome
+
     def _stay(self, prepared: PreparedGeneration, outcome: Switch) -> None:
         """The vote has failed: the previous generation continues as if no change had been tried."""
         generation = prepared.generation.id
+        self._conversation.has_switched()
         error = outcome.error or "the migration failed on another worker"
         self._conversation.send(Refused(generation, error, outcome.kind))
         if self.live is None:
@@ -255,9 +330,16 @@ class Elastic:
             self._saver.end()
 
     def _in_force(self) -> int:
-        """The number of the generation in force, 0 before the first. Also called from other threads."""
+        """The number of the generation in force, 0 before the first."""
+        return self.live.id if self.live is not None else 0
+
+    def _cut(self) -> None:
+        """Cut the connections of the generation in force. Called from the control thread."""
         live = self.live
-        return live.id if live is not None else 0
+        if live is not None:
+            live.cut()
+        if self._saver is not None:
+            self._saver.abandon()
 
     def _at(self, phase: str) -> None:
         self._whereabouts.enter(self._in_force(), self._course.step, phase)

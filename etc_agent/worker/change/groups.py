@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -33,6 +32,22 @@ class Groups:
             self.world.close()
 
 
+@dataclass(frozen=True, slots=True)
+class ChangeConnections:
+    """Every connection of a change: to the store, between all its workers, and of the next generation."""
+
+    store: StoreConnection = field(default_factory=StoreConnection)
+    all_workers: Connections = field(default_factory=Connections)
+    world: Connections = field(default_factory=Connections)
+    side: Connections = field(default_factory=Connections)
+
+    def cut(self) -> None:
+        """Have every operation of the groups fail, from any thread. The store's connection is left alone."""
+        self.all_workers.cut()
+        self.side.cut()
+        self.world.cut()
+
+
 class GroupMaker:
     """Makes a change's groups with a store client of the change's own, and notes all their connections.
 
@@ -42,13 +57,12 @@ class GroupMaker:
 
     def __init__(
         self, generation: Generation, crew: Crew, settings: Settings,
-        connections: Connections, store_connection: StoreConnection, check: Callable[[], None],
+        connections: ChangeConnections, check: Callable[[], None],
     ) -> None:
         self._generation = generation
         self._crew = crew
         self._settings = settings
         self._connections = connections
-        self._store_connection = store_connection
         self._check = check
 
     def make(self) -> Groups:
@@ -59,14 +73,13 @@ class GroupMaker:
             RuntimeError: a worker was lost.
         """
         store = self._store()
-        self._meet(store, "arrived", "")
+        self._meet(store)
         groups = Groups(self._all_workers(dist.PrefixStore("migration", store)), None, None)
         try:
             if self._crew.new_rank is not None:
                 groups.world = self._world(dist.PrefixStore("world", store), self._crew.new_rank)
                 groups.vote = self._vote(dist.PrefixStore("vote", store), self._crew.new_rank)
                 groups.copies = self._copies(store, self._crew.new_rank)
-            self._exchange_ports(store)
         except BaseException:
             groups.close()
             raise
@@ -74,39 +87,29 @@ class GroupMaker:
 
     def _store(self) -> dist.Store:
         address = self._generation.store
-        client = self._store_connection.record(
+        client = self._connections.store.record(
             lambda: connect_store(address, self._settings.timeout_s), int(address.rpartition(":")[2])
         )
         return dist.PrefixStore(f"gen{self._generation.id}", client)
 
-    def _meet(self, store: dist.Store, name: str, value: str) -> list[bytes]:
+    def _meet(self, store: dist.Store) -> None:
         crew, timeout_s = self._crew, self._settings.switch_timeout_s
-        meetings = dist.PrefixStore("meetings", store)
-        return meet(meetings, name, crew.worker, crew.num_workers, value, timeout_s, self._check)
+        meet(dist.PrefixStore("arrived", store), crew.worker, crew.num_workers, timeout_s, self._check)
 
     def _all_workers(self, store: dist.Store) -> dist.ProcessGroup:
         crew, timeout_s = self._crew, self._settings.switch_timeout_s
-        return self._connections.record(lambda: raw_group(store, crew.worker, crew.num_workers, timeout_s), lambda _: 1)
+        return raw_group(store, crew.worker, crew.num_workers, timeout_s, self._connections.all_workers)
 
     def _world(self, store: dist.Store, rank: int) -> World:
         generation, settings = self._generation, self._settings
-        return self._connections.record(
-            lambda: build(store, rank, generation.config, generation.id, settings.device, settings.timeout_s),
-            lambda world: len(world.groups),
+        return build(
+            store, rank, generation.config, generation.id, settings.device, settings.timeout_s, self._connections.world
         )
 
     def _vote(self, store: dist.Store, rank: int) -> Vote:
         size, timeout_s = self._generation.config.num_ranks, self._settings.timeout_s
-        return self._connections.record(lambda: Vote(store, rank, size, timeout_s), lambda _: 1)
+        return Vote(store, rank, size, timeout_s, self._connections.side)
 
     def _copies(self, store: dist.Store, rank: int) -> dist.ProcessGroup | None:
         size, settings = self._generation.config.num_ranks, self._settings
-        return self._connections.record(
-            lambda: copies_group(store, rank, size, settings.redundancy, settings.timeout_s),
-            lambda group: int(group is not None),
-        )
-
-    def _exchange_ports(self, store: dist.Store) -> None:
-        """Exchange the addresses on which groups listen, so that each worker can cut its connections to the others."""
-        rows = self._meet(store, "ports", json.dumps(self._connections.listening))
-        self._connections.learn((address, port) for row in rows for address, port in json.loads(row))
+        return copies_group(store, rank, size, settings.redundancy, settings.timeout_s, self._connections.side)

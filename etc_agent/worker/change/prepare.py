@@ -27,7 +27,7 @@ from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Manifest, Shard
 from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.exchange import gather_json
-from etc_agent.worker.change.groups import GroupMaker, Groups
+from etc_agent.worker.change.groups import ChangeConnections, GroupMaker, Groups
 from etc_agent.worker.change.modes.make_mode import make_mode, make_plan_for
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.state.amending import Said, amend, check_carried, gather_amendments, warn_of_losses
@@ -37,7 +37,7 @@ from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, build_on_meta
 from etc_agent.worker.settings import Settings
-from etc_agent.worker.world.connections import Connections, StoreConnection
+from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.swap import World, entered
 
 _log = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ Refusal = tuple[ErrorKind, str]
 class Owner(Protocol):
     """The change that is being prepared: it knows the connections that are made, and whether it was aborted."""
 
-    connections: Connections
-    store_connection: StoreConnection
+    connections: ChangeConnections
 
     def check(self) -> None:
         """Raise an EtcError if the change was aborted."""
@@ -106,10 +105,7 @@ def prepare(
     phases_ms: dict[str, float] = {}
     with ExitStack() as undo:
         with _phase(phases_ms, "groups"):
-            maker = GroupMaker(
-                generation, crew, settings, owner.connections, owner.store_connection, owner.check
-            )
-            groups = maker.make()
+            groups = GroupMaker(generation, crew, settings, owner.connections, owner.check).make()
             undo.callback(groups.close)
         with _phase(phases_ms, "build"):
             state, refusal = _build(task, groups.world, script)
@@ -128,7 +124,7 @@ def prepare(
         with _phase(phases_ms, "plan"):
             choice, plan = _plan(task, old, said, rows)
         with _phase(phases_ms, "allocate"):
-            following = _following(task, groups, state)
+            following = _following(task, groups, state, owner.connections.side)
             mode = make_mode(
                 choice, plan, crew.worker, groups.all_workers, old.sources, new.manifest, following, settings
             )
@@ -139,7 +135,7 @@ def prepare(
         undo.pop_all()
     return PreparedGeneration(
         generation, previous, slot, crew, groups.all_workers, plan, plan.moved_bytes, choice, mode, following,
-        old.holdings, any(row["has_values"] for row in said), old.stream, new.stream, phases_ms,
+        old.holdings, any(row["has_values"] for row in said), old.stream, new.stream, owner.connections, phases_ms,
     )
 
 
@@ -183,7 +179,14 @@ def _new_side(task: Task, state: TrainState | None, world: World | None) -> NewS
         manifest = tuple(shards_of(state))
         views = tuple(sorted(all_tensors(state).keys() - {shard.tensor.name for shard in manifest}))
     stream = carried_stream(crew.new_rank, task.generation.config, task.previous.config, task.settings.device)
+    if stream is not None and not crew.has_old_rank(_same_place(crew.new_rank, task)):
+        stream = None  # it was lost with the worker at that coordinate, and a new one is started
     return NewSide(manifest if stream is None else (*manifest, stream), stream, views)
+
+
+def _same_place(rank: int, task: Task) -> int:
+    """The rank in the previous generation that had the coordinate which `rank` has in the next one."""
+    return task.previous.config.rank(task.generation.config.coordinate(rank))
 
 
 def _mode_request(task: Task) -> ModeRequest:
@@ -228,7 +231,9 @@ def _plan(task: Task, old: OldSide, said: Said, rows: Sequence[dict[str, Any]]) 
     return choice, make_plan_for(choice, before, after, list(crew.nodes))
 
 
-def _following(task: Task, groups: Groups, state: TrainState | None) -> LiveGeneration | None:
+def _following(
+    task: Task, groups: Groups, state: TrainState | None, side: Connections
+) -> LiveGeneration | None:
     """The next generation on this worker, not yet with memory."""
     generation, settings, rank = task.generation, task.settings, task.crew.new_rank
     if state is None or groups.world is None or rank is None:
@@ -236,4 +241,4 @@ def _following(task: Task, groups: Groups, state: TrainState | None) -> LiveGene
     context = ParallelContext(
         generation.config, groups.world.mesh, rank, settings.device, generation.id, settings.global_batch.size
     )
-    return LiveGeneration(generation.id, groups.world, groups.vote, state, context, groups.copies)
+    return LiveGeneration(generation.id, groups.world, groups.vote, side, state, context, groups.copies)

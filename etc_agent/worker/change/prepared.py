@@ -13,6 +13,7 @@ from etc_agent.parallel.topology import Slot
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 from etc_agent.worker.change.crew import Crew
+from etc_agent.worker.change.groups import ChangeConnections
 from etc_agent.worker.change.modes.mode import Mode
 from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.live import LiveGeneration
@@ -24,8 +25,9 @@ class PreparedGeneration:
     model is on the meta device until its tensors have arrived. `old_stream`, `new_stream`: the worker's random stream
     among its old and its new tensors, the old one with a buffer to read it into; None where it is not carried over.
 
-    `holdings`: what this worker held during the preparation, None where it joins. `has_values`: whether the optimizer
-    of any worker keeps Python values for some parameters. `moved_bytes`: bytes sent between workers, over all workers.
+    `connections`: of the change and of the new generation. `holdings`: what this worker held during the preparation,
+    None where it joins. `has_values`: whether the optimizer of any worker keeps Python values for some parameters.
+    `moved_bytes`: bytes sent between workers, over all workers.
     """
 
     generation: Generation
@@ -42,6 +44,7 @@ class PreparedGeneration:
     has_values: bool
     old_stream: tuple[Shard, torch.Tensor] | None
     new_stream: Shard | None
+    connections: ChangeConnections
     phases_ms: dict[str, float] = field(default_factory=dict)
 
     def close(self) -> None:

@@ -40,7 +40,9 @@ from etc_agent.worker.change.state.host_values import NO_VALUES, HostValues
 from etc_agent.worker.change.state.rng import start_stream
 from etc_agent.worker.change.state.shard_dumps import dump_shards
 from etc_agent.worker.live import LiveGeneration
+from etc_agent.worker.loss.latch import Latch
 from etc_agent.worker.settings import Settings
+from etc_agent.worker.vote import Vote
 from etc_agent.worker.world.swap import activate, deactivate, entered
 
 _log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Switch:
-    """The result of a switch. `is_committed`: the new generation is in force; otherwise the old one still is.
+    """What has become of a switch. `is_committed`: the new generation is in force; otherwise the old one still is.
 
     `start`: when this worker knew that the switch had begun (`time.perf_counter`); `step`: the first step of the new
     generation. `report`: of the migration, None if it did not complete. `last_sends`: messages to workers that leave or
@@ -56,9 +58,9 @@ class Switch:
     not; `kind`: of that error, or, if this worker has none, of another worker's.
     """
 
-    is_committed: bool
     step: int
-    start: float
+    is_committed: bool = False
+    start: float = field(default_factory=time.perf_counter)
     phases: Phases = field(default_factory=Phases)
     report: MigrationReport | None = None
     last_sends: list[dist.Work] = field(default_factory=list)
@@ -66,16 +68,20 @@ class Switch:
     kind: ErrorKind = ErrorKind.PEER_LOST
 
 
-def switch(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, settings: Settings) -> Switch:
-    """Switch to `prepared`. `live`: the generation in force, None on a worker that joins. `step`: the next step to run.
+def switch(
+    prepared: PreparedGeneration, live: LiveGeneration | None, old_vote: Vote | None, latch: Latch, outcome: Switch,
+    settings: Settings,
+) -> None:
+    """Switch to `prepared`; `outcome` is filled in. `live`: the generation in force, None on a worker that joins.
+    `old_vote`: as for `Attempt`.
 
     Raises:
         SwitchError: a worker was lost before the vote's result was known, and the previous generation cannot continue
-            without it; or any worker was lost after `release` had begun.
+            without it; or any worker was lost after `release` had begun. Where the survivors agree on the new
+            generation, `enter` still enters it.
         StateLostError: the vote failed after `release` had begun.
     """
-    outcome = Switch(False, step, time.perf_counter())
-    attempt, mode = Attempt(prepared, live, outcome.phases), prepared.mode
+    attempt, mode = Attempt(prepared, old_vote, latch, outcome.phases), prepared.mode
     has_begun = False
     try:
         values = _host_values(prepared, live, attempt, outcome)
@@ -86,7 +92,7 @@ def switch(prepared: PreparedGeneration, live: LiveGeneration | None, step: int,
             outcome.report = attempt.talk(lambda: _migrate(prepared, outcome.phases))
             attempt.do("take over", mode.take_over)
             attempt.do("load", lambda: host_values.load(values, prepared))
-            outcome.is_committed = attempt.vote_to_commit()
+            outcome.is_committed = attempt.vote_to_commit(outcome.step)
     except RuntimeError as error:
         raise SwitchError(
             f"the switch to generation {prepared.generation.id} broke off before its vote: "
@@ -94,12 +100,21 @@ def switch(prepared: PreparedGeneration, live: LiveGeneration | None, step: int,
         ) from error
     outcome.error, outcome.kind, outcome.last_sends = attempt.reason, attempt.kind, attempt.last_sends
     if outcome.is_committed:
-        with outcome.phases.phase("swap"):
-            _swap(prepared, outcome, settings)
-        _tell(prepared, outcome)
+        outcome.last_sends += tell_leavers(prepared)
+        if prepared.next is None:
+            wait_for_all(prepared)
+        enter(prepared, outcome, settings)
     elif has_begun:
         mode.refused(prepared.generation.id, attempt)
-    return outcome
+
+
+def enter(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> None:
+    """Enter the generation to which the migration is complete: its vote has succeeded, here or on another worker. This
+    must not fail for any reason that concerns the job."""
+    outcome.is_committed = True
+    with outcome.phases.phase("swap"):
+        _swap(prepared, settings)
+    _tell(prepared, outcome)
 
 
 def _host_values(
@@ -156,12 +171,10 @@ def _migrate(prepared: PreparedGeneration, phases: Phases) -> MigrationReport:
     return report
 
 
-def _swap(prepared: PreparedGeneration, outcome: Switch, settings: Settings) -> None:
-    """Enter the new generation. The vote has succeeded, so this must not fail for any reason that concerns the job."""
-    outcome.last_sends += tell_leavers(prepared)
+def _swap(prepared: PreparedGeneration, settings: Settings) -> None:
+    """Put the new generation's groups, environment and random stream in force."""
     following = prepared.next
     if following is None:
-        wait_for_all(prepared)
         deactivate()
         return
     activate(following.world)

@@ -9,7 +9,6 @@ from typing import Final, TypeVar
 
 import torch.distributed as dist
 
-from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.world.build import GROUPS_PER_WORLD, init_default_group
 from etc_agent.worker.world.connections import Connections, StoreConnection
 from etc_agent.worker.world.stores import connect_store
@@ -38,8 +37,8 @@ class SavingGroup:
 
     def __init__(self, meeting: Meeting, number: int) -> None:
         self._meeting = meeting
-        self._contents = Contents(first_group=(_FIRST_NUMBER + number) * GROUPS_PER_WORLD)
         self._connections, self._store = Connections(), StoreConnection()
+        self._contents = Contents((_FIRST_NUMBER + number) * GROUPS_PER_WORLD, self._connections)
 
     def run(self, work: Callable[[], T]) -> T:
         """Make the group, return ``work()``, and close the group. Collective over the ranks.
@@ -49,11 +48,7 @@ class SavingGroup:
         """
         try:
             with entered_contents(self._contents):
-                self._connections.record(self._make, lambda _: 1)
-                everyone = dist.group.WORLD
-                assert everyone is not None
-                listening = gather_json(everyone, [list(each) for each in self._connections.listening])
-                self._connections.learn((host, port) for ends in listening for host, port in ends)
+                self._make()
                 return work()
         finally:
             close_groups(self._contents)

@@ -136,7 +136,7 @@ class _Reading:
         state.init = lambda made: self._fill(made, stream)
         step = start_values(state, parallel.device, None)
         load_host_state(state, self._host["state"])
-        load_own_state(state, self._own, self._config, parallel.config, parallel.rank)
+        load_own_state(state, dict(enumerate(self._own)), self._config, parallel.config, parallel.rank)
         return Loaded(state, step, None if stream is None else stream[1])
 
     def _fill(self, state: TrainState, stream: tuple[Shard, torch.Tensor] | None) -> int:

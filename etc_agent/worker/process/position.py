@@ -22,6 +22,7 @@ _COLLECTIVES = (
     f"{_TORCH}/autograd/graph.py",  # a backward pass: its collectives are started and awaited in C++
     f"{_OURS}/worker/vote.py",
     f"{_OURS}/worker/change/",
+    f"{_OURS}/worker/loss/",
     f"{_OURS}/migration/",
 )
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.torch_private.fake_groups import fake_store
+from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.swap import Contents, World, entered, entered_contents, original_excepthook
 
 AXES: Final = ("pp", "dp", "tp")
@@ -29,18 +30,21 @@ _FIRST_FAKE_WORLD: Final = 1_000_000
 _fake_numbers = itertools.count(_FIRST_FAKE_WORLD)
 
 def build(
-    store: dist.Store, rank: int, config: ParallelConfig, number: int, device: torch.device, timeout_s: float
+    store: dist.Store, rank: int, config: ParallelConfig, number: int, device: torch.device, timeout_s: float,
+    connections: Connections | None = None,
 ) -> World:
     """Build the process groups of generation `number` in the calling thread, beside the world that is in use.
 
     Collective over the ranks of `config`. `store` belongs to this generation and this thread only. Every group gets
-    `timeout_s`, and runs one operation so that its connections are open before the switch.
+    `timeout_s`, and runs one operation so that its connections are open before the switch. The world notes the
+    connections of its groups in `connections`, or where it is None, on its own.
 
     Raises:
         dist.DistError, RuntimeError: a rank did not come in time.
     """
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    world = _build(store, rank, config, number, backend, device, timedelta(seconds=timeout_s))
+    contents = Contents(number * GROUPS_PER_WORLD, connections)
+    world = _build(store, rank, config, number, backend, device, timedelta(seconds=timeout_s), contents)
     with entered(world):
         for group in world.groups:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -49,7 +53,9 @@ def build(
 
 def build_fake(rank: int, config: ParallelConfig, device: torch.device) -> World:
     """A world without peers, in which `rank`'s part of a model can be built under `config` on the meta device."""
-    return _build(fake_store(), rank, config, next(_fake_numbers), "fake", device, timedelta(seconds=1))
+    number = next(_fake_numbers)
+    contents = Contents(number * GROUPS_PER_WORLD)
+    return _build(fake_store(), rank, config, number, "fake", device, timedelta(seconds=1), contents)
 
 
 _building = threading.Lock()
@@ -63,8 +69,8 @@ def _build(
     backend: str,
     device: torch.device,
     timeout: timedelta,
+    contents: Contents,
 ) -> World:
-    contents = Contents(first_group=number * GROUPS_PER_WORLD)
     with entered_contents(contents):
         excepthook = init_default_group(store, rank, config.num_ranks, backend, timeout)
         everyone = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""The TCP connections of the gloo groups of one change, so that the change can be aborted.
+"""The TCP connections of the gloo groups of a change or a generation, so that they can be cut.
 
 gloo cannot abort an operation, but every thread that waits in one returns with an error when its sockets are shut down.
 Each group listens on a port of its own, and every connection of the group has that port at one end. So connections are
@@ -11,7 +11,8 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,37 +20,34 @@ T = TypeVar("T")
 Endpoint = tuple[str, int]
 """IP address and port."""
 
-_INTERFACES = "GLOO_SOCKET_IFNAME"
+_listens = threading.Lock()
 
 
 class Connections:
-    """The connections of the groups that were made inside `record`. `cut` may be called from any thread."""
+    """The connections of some gloo groups. `cut` may be called from any thread."""
 
     def __init__(self) -> None:
         self._listening: dict[int, Endpoint] = {}
         self._peers: frozenset[Endpoint] = frozenset()
 
-    def record(self, make: Callable[[], T], num_groups: Callable[[T], int]) -> T:
-        """Return ``make()``, and note the ports on which the groups that it makes listen.
+    def listen(self, make_devices: Callable[[], Sequence[T]]) -> tuple[list[Endpoint], Sequence[T]]:
+        """Return the ports on which the devices listen that ``make_devices()`` makes, one for each, and the devices.
 
-        Where the process has opened other listening ports meanwhile, the ports cannot be told apart and none is noted:
-        an operation that waits for a peer then ends with its timeout only.
+        Where the process has opened another listening port in that moment, the ports cannot be told apart and none is
+        noted: an operation that waits for a peer then ends with its timeout only.
         """
-        before = _listening_sockets()
-        made = make()
-        new = {inode: endpoint for inode, endpoint in _listening_sockets().items() if inode not in before}
-        if len(new) == num_groups(made) * _interfaces():
-            self._listening |= new
-        return made
-
-    @property
-    def listening(self) -> tuple[Endpoint, ...]:
-        """Where this process's groups listen; peers need to know it (`learn`)."""
-        return tuple(self._listening.values())
+        with _listens:
+            before = _listening_sockets()
+            devices = make_devices()
+            new = {inode: endpoint for inode, endpoint in _listening_sockets().items() if inode not in before}
+        if len(new) != len(devices):
+            return [], devices
+        self._listening = self._listening | new
+        return list(new.values()), devices
 
     def learn(self, peers: Iterable[Endpoint]) -> None:
         """Note where the groups of the other processes listen."""
-        self._peers = frozenset(peers)
+        self._peers = self._peers | frozenset(peers)
 
     def cut(self) -> int:
         """Shut down every connection of the groups; returns how many there were."""
@@ -96,11 +94,6 @@ def _inodes_to(port: int) -> set[int]:
             if far is not None and far[1] == port:
                 found.add(os.fstat(each.fileno()).st_ino)
     return found
-
-
-def _interfaces() -> int:
-    """The number of ports on which one group listens."""
-    return len(os.environ.get(_INTERFACES, "").split(","))
 
 
 def _listening_sockets() -> dict[int, Endpoint]:

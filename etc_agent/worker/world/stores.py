@@ -14,25 +14,30 @@ import torch.distributed as dist
 
 from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.errors import PeerLostError
+from etc_agent.worker.world.connections import Connections
+from etc_agent.worker.world.gloo import RecordedGloo
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
 
 
-def raw_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group over CPU memory that belongs to no world: for votes and migrations. Collective over its ranks.
+def raw_group(
+    store: dist.Store, rank: int, size: int, timeout_s: float, connections: Connections
+) -> dist.ProcessGroup:
+    """A gloo group over CPU memory that belongs to no world: for votes and migrations. Collective over its ranks. Its
+    connections are noted in `connections`.
 
     It is a c10d backend: it has the collectives, send and recv of a process group, but no name and no place in a world.
     """
-    return cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s)))
+    return cast(dist.ProcessGroup, RecordedGloo(store, rank, size, timedelta(seconds=timeout_s), connections))
 
 
 def copies_group(
-    store: dist.Store, rank: int, size: int, redundancy: Redundancy, timeout_s: float
+    store: dist.Store, rank: int, size: int, redundancy: Redundancy, timeout_s: float, connections: Connections
 ) -> dist.ProcessGroup | None:
     """The group for copies of a generation's state, None where none are to be made. Collective over its ranks."""
     if redundancy.scheme is Scheme.NONE or size == 1:
         return None
-    return raw_group(dist.PrefixStore("copies", store), rank, size, timeout_s)
+    return raw_group(dist.PrefixStore("copies", store), rank, size, timeout_s, connections)
 
 
 def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
@@ -50,31 +55,24 @@ def connect_store(address: str, timeout_s: float) -> dist.TCPStore:
 
 
 def meet(
-    store: dist.Store,
-    name: str,
-    worker: int,
-    num_workers: int,
-    value: str,
-    timeout_s: float,
-    check: Callable[[], None],
-) -> list[bytes]:
-    """Wait at the store until all workers have reached the barrier `name`; returns what each has brought, by worker.
+    store: dist.Store, worker: int, num_workers: int, timeout_s: float, check: Callable[[], None]
+) -> None:
+    """Wait at the store until all workers have come to this barrier: under that prefix, each once.
 
     `check` is called repeatedly while waiting; an exception that it raises ends the wait.
 
     Raises:
         PeerLostError: not all came in time; the message names the workers that are missing.
     """
-    keys = [f"{name}/{each}" for each in range(num_workers)]
-    store.set(keys[worker], value)
-    if store.add(f"{name}/count", 1) == num_workers:
-        store.set(f"{name}/complete", "1")
+    keys = [str(each) for each in range(num_workers)]
+    store.set(keys[worker], "")
+    if store.add("count", 1) == num_workers:
+        store.set("complete", "1")
     deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
-    while not store.check([f"{name}/complete"]):
+    while not store.check(["complete"]):
         check()
         if time.monotonic() > deadline:
             missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
             raise PeerLostError(f"worker {', '.join(missing)} of the change did not come within {timeout_s:g} s")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-    return store.multi_get(keys)

@@ -23,8 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.torch_private import c10d_world
+from etc_agent.torch_private.backends import abort_device_backend
 from etc_agent.torch_private.device_meshes import forget_groups
 from etc_agent.torch_private.dtensor_caches import clear_caches_of_this_thread
+from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.meshes import tell_meshes_apart
 
 _CONTENTS: Final[dict[str, Callable[[], Any]]] = {
@@ -42,14 +44,15 @@ _CONTENTS: Final[dict[str, Callable[[], Any]]] = {
 
 
 class Contents:
-    """What c10d stores about one world."""
+    """What c10d stores about one world, and the connections of its gloo groups."""
 
     default_pg: dist.ProcessGroup | None
     pg_names: dict[dist.ProcessGroup, str]
 
-    def __init__(self, first_group: int = 0) -> None:
+    def __init__(self, first_group: int = 0, connections: Connections | None = None) -> None:
         for name, empty in _CONTENTS.items():
             setattr(self, name, empty())
+        self.connections = connections or Connections()
         self.group_count = self.first_group = first_group
 
 
@@ -90,6 +93,13 @@ class World:
     contents: Contents
     excepthook: Callable[..., Any]
     groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def cut(self) -> None:
+        """Have every operation of this world's groups fail, from any thread: the connections of gloo are cut, and
+        device backends (NCCL, which has never been run this way) are aborted."""
+        self.contents.connections.cut()
+        for group in list(self.contents.pg_names):
+            abort_device_backend(group)
 
     def close(self) -> None:
         """Shut down every group of this world, including groups that user code made in it. Safe to call twice.
@@ -143,6 +153,11 @@ def _swappable() -> _SwappableWorld:
     world = c10d_world.world_object()
     assert isinstance(world, _SwappableWorld), "worlds are not installed"
     return world
+
+
+def present_connections() -> Connections:
+    """Where the groups note their connections that the calling thread makes."""
+    return _swappable().contents.connections
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The state that is not tensors (*host state*), at a switch: from the old ranks to every worker, and into the new
 state.
 
-Everybody takes old rank 0's; an extra may have state of its own on each rank (`user_state`).
+Everybody takes that of the crew's first worker, which is old rank 0 unless that was lost. An extra may have state of
+its own on each rank (`user_state`).
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ _log = logging.getLogger(__name__)
 class HostValues:
     """The host state of all old ranks; equal on every worker.
 
-    `step`: the first step of the new generation. `shared`: old rank 0's state; `own`: each old rank's own part.
+    `step`: the first step of the new generation. `shared`: the state of the crew's first worker, which is old rank 0
+    unless that was lost; `own`: each old rank's own part, without those of ranks that were lost.
     `error`: why one of them could not be read from the script's objects, "" if all could. `arrived`: when this worker
     had received them (`time.perf_counter`); a worker that joins has waited until then.
     """
 
     step: int
     shared: dict[str, Any]
-    own: list[dict[str, Any]]
+    own: dict[int, dict[str, Any]]
     error: str
     arrived: float
 
 
-NO_VALUES = HostValues(0, {}, [], "", 0.0)
+NO_VALUES = HostValues(0, {}, {}, "", 0.0)
 
 
 def share(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, phases: Phases) -> HostValues:
@@ -58,13 +60,15 @@ def share(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, 
     else:
         value = broadcast_json(prepared.group, 0, None)
     arrived = time.perf_counter()
-    own: list[dict[str, Any]] = []
+    own: dict[int, dict[str, Any]] = {}
     if value["has_own"]:
         with phases.phase("own_state"):
             said = {} if live is None else _read(lambda: own_state(live.state))
-            own = gather_json(prepared.group, said)[: prepared.previous.config.num_ranks]
-    error = next((said["error"] for said in (value, *own) if said["error"]), "")
-    return HostValues(value["step"], value["state"], [said["state"] for said in own], error, arrived)
+            rows = zip(prepared.crew.old_ranks, gather_json(prepared.group, said), strict=True)
+            own = {rank: row for rank, row in rows if rank is not None}
+    error = next((said["error"] for said in (value, *own.values()) if said["error"]), "")
+    parts = {rank: said["state"] for rank, said in own.items()}
+    return HostValues(value["step"], value["state"], parts, error, arrived)
 
 
 def load(values: HostValues, prepared: PreparedGeneration) -> None:

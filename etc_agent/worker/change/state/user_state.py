@@ -11,6 +11,7 @@ every rank, and rank 0's is taken.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from etc_agent.errors import EtcError
@@ -47,23 +48,25 @@ def own_state(state: TrainState) -> dict[str, Any]:
 
 
 def load_own_state(
-    state: TrainState, gathered: list[dict[str, Any]], previous: ParallelConfig, config: ParallelConfig, rank: int
+    state: TrainState, gathered: Mapping[int, dict[str, Any]], previous: ParallelConfig, config: ParallelConfig,
+    rank: int,
 ) -> None:
-    """Load this rank's part under `config`. `gathered`: the own states of the ranks of `previous`, in rank order.
+    """Load this rank's part under `config`. `gathered`: the own states of the ranks of `previous`, by rank, without
+    those that were lost: what those alone had keeps what `build` made.
 
     Raises:
         EtcError: two ranks have different entries for one sample or one parameter.
     """
-    load_parameter_values(state, [said["parameters"] for said in gathered])
+    load_parameter_values(state, [said["parameters"] for said in gathered.values()])
     at = config.coordinate(rank)
     for name, rule in rules_of(state).items():
-        said_of_it = [said["extras"].get(name) for said in gathered]
+        said_of_it = {old_rank: said["extras"].get(name) for old_rank, said in gathered.items()}
         if rule == "per_rank":
-            for old_rank, value in enumerate(said_of_it):
+            for old_rank, value in said_of_it.items():
                 if previous.coordinate(old_rank) == at:
                     load_extra(name, state.extras[name], decode(value))
         elif rule == "per_sample":
-            load_extra(name, state.extras[name], _union(name, [decode(value) for value in said_of_it]))
+            load_extra(name, state.extras[name], _union(name, [decode(value) for value in said_of_it.values()]))
 
 
 def _union(name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""A job of which workers are killed at named points (`deaths`): each step's state is written down, as a digest.
+
+The fault says which: ``{"model": KIND, "die": POINT, "slot": INDEX, "at": STEP}``. With ``{"gates": [STEP, ...]}`` the
+workers wait before the vote of those steps, for a test to open them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import deaths
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import etc_agent as etc
+from etc_agent.integrations.native import shards_of
+
+WIDTH = 16
+Train = Callable[[etc.TrainState, etc.ParallelContext, torch.Tensor], torch.Tensor]
+
+
+class Block(nn.Module):
+    """Draws random numbers in training, and writes to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.norm = nn.BatchNorm1d(2 * WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(torch.tanh(self.norm(self.up(x)))))
+
+
+class Cursor:
+    """State of the script that every step changes, before its vote."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.read = state_dict["read"]
+
+
+class Plain:
+    """Gradients are averaged by hand."""
+
+    @staticmethod
+    def build(parallel: etc.ParallelContext) -> etc.TrainState:
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return etc.TrainState(model, optimizer, extras={"cursor": Cursor()}, init="module")
+
+    def train(self, state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> torch.Tensor:
+        loss = ((state.model(batch) - torch.cos(batch)) ** 2).mean() / parallel.config.dp
+        loss.backward()
+        for parameter in state.model.parameters():
+            dist.all_reduce(parameter.grad)
+        return loss.detach()
+
+
+class Ddp(Plain):
+    """DistributedDataParallel, with a bucket for each block and less."""
+
+    def __init__(self) -> None:
+        self._wrapped: tuple[nn.Module, nn.Module] | None = None
+
+    def train(self, state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> torch.Tensor:
+        if self._wrapped is None or self._wrapped[0] is not state.model:
+            self._wrapped = state.model, DistributedDataParallel(state.model, bucket_cap_mb=0.001)
+        loss = ((self._wrapped[1](batch) - torch.cos(batch)) ** 2).mean()
+        loss.backward()
+        return loss.detach()
+
+
+class Fsdp:
+    @staticmethod
+    def build(parallel: etc.ParallelContext) -> etc.TrainState:
+        model = nn.Sequential(*(Block() for _ in range(4)))
+        for block in model:
+            fully_shard(block, mesh=parallel.mesh["dp"])
+        fully_shard(model, mesh=parallel.mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return etc.TrainState(model, optimizer, extras={"cursor": Cursor()}, init="module")
+
+    def train(self, state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> torch.Tensor:
+        loss = ((state.model(batch) - torch.cos(batch)) ** 2).mean()
+        loss.backward()
+        return loss.detach()
+
+
+KINDS = {"plain": Plain, "ddp": Ddp, "fsdp": Fsdp}
+
+
+class Samples:
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(WIDTH, dtype=torch.float32) * (index % 97 + 1) * 0.1)
+
+
+def digest(state: etc.TrainState) -> str:
+    """Of every tensor that this rank holds, and of the script's own state."""
+    found = hashlib.sha256()
+    for shard, local in sorted(shards_of(state).items(), key=lambda item: item[0].tensor.name):
+        found.update(f"{shard.tensor.name} {shard.box}".encode() + local.contiguous().numpy().tobytes())
+    found.update(repr(state.extras["cursor"].state_dict()).encode() if "cursor" in state.extras else b"")
+    return found.hexdigest()
+
+
+def wait_for_gate(log: Path, step: int) -> None:
+    (log / f"at-{step}-{os.getpid()}").touch()
+    while not (log / f"open-{step}").exists():
+        time.sleep(0.005)
+
+
+def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    kind = KINDS[fault["model"]]()
+    is_mortal = os.environ["LOCAL_RANK"] == str(fault.get("slot"))
+    if is_mortal and fault["die"] not in deaths.IN_A_STEP:
+        deaths.die_in_a_change(fault["die"])
+    with etc.session(
+        kind.build, global_batch=12, seed=7, timeout_s=60.0, switch_timeout_s=60.0, loss_timeout_s=30.0,
+        migration=fault.get("migration", "auto"),
+    ) as session:
+        data = Samples()
+        for step in session.steps(num_steps):
+            state = session.state
+            dies = is_mortal and fault.get("at") == step.index and session.generation == 1
+            with step, deaths.dying_in(fault["die"], state) if dies else nullcontext():
+                if "cursor" in state.extras:
+                    state.extras["cursor"].read.append(step.index)
+                loss = kind.train(state, session.parallel, session.batch(data))
+                if step.index in fault.get("gates", ()):
+                    wait_for_gate(log, step.index)
+                step.commit()
+            if not step.is_committed:
+                continue
+            line = {
+                "step": step.index, "rank": session.parallel.rank, "generation": session.generation,
+                "loss": loss.item(), "digest": digest(session.state), "pid": os.getpid(),
+            }
+            with open(log / f"steps-{os.getpid()}.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+            time.sleep(pause_s)
