@@ -55,6 +55,8 @@ class InjectedRun:
             if not committed or current.get("loss") or current["proposed"]:
                 return 0
             lines = [line for line in self.lines() if line["generation"] == committed and "retried" not in line]
+            if any(line["pid"] in self.dead for line in lines):
+                return 0
             ranks = [line["rank"] for line in lines]
             is_whole = bool(lines) and lines[0]["config"] == wanted
             counts = [ranks.count(rank) for rank in range(ParallelConfig.parse(wanted).num_ranks)]
@@ -72,7 +74,7 @@ class InjectedRun:
         pids = {line["rank"]: line["pid"] for line in lines if line["generation"] == generation}
         step = lines[-1]["step"] + AHEAD
         death.write(self.folder, step)
-        wait_until(lambda: not (self.folder / f"die-{step}.json").exists(), f"a death in step {step}")
+        self._await_death(f"die-{step}.json", f"a death in step {step}")
         victims = [pid for pid in death.pids if pid in pids.values()] or [pids[death.who]]
         self._bury({pid: f"{death.point} in step {step}" for pid in victims})
 
@@ -82,7 +84,7 @@ class InjectedRun:
         before = workers_of(self.job)
         death.write(self.folder)
         self.etcd.scale(config)
-        wait_until(lambda: not (self.folder / "die-change.json").exists(), f"a death in the change to {config}")
+        self._await_death("die-change.json", f"a death in the change to {config}")
         if death.who not in ("joiner", "leaver"):
             generation = self.etcd.get("current")["committed"]
             pids = {line["rank"]: line["pid"] for line in self.lines() if line["generation"] == generation}
@@ -90,6 +92,13 @@ class InjectedRun:
         elif death.who == "leaver":
             gone = wait_until(lambda: before - workers_of(self.job), "a death")
             self._bury({pid: f"{death.point} in a change" for pid in gone})
+
+    def _await_death(self, name: str, what: str) -> None:
+        def has_come() -> bool:
+            assert self.job.process.poll() is None, f"the job has ended before {what}:\n{self.job.output[-6000:]}"
+            return not (self.folder / name).exists()
+
+        wait_until(has_come, what)
 
     def _bury(self, victims: dict[int, str]) -> None:
         for pid in victims:

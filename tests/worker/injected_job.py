@@ -192,13 +192,13 @@ def install_hooks() -> None:
 
         return run_and_die
 
-    def mortal_begin(self: Any) -> bool:
+    def mortal_begin(*arguments: Any) -> Any:
         FATE.in_change("begin")
-        return to_begin(self)
+        return to_begin(*arguments)
 
-    def mortal_commit(self: Any) -> bool:
+    def mortal_commit(*arguments: Any) -> Any:
         FATE.in_change("before_commit")
-        committed = to_commit(self)
+        committed = to_commit(*arguments)
         FATE.in_change("after_commit")
         return committed
 
