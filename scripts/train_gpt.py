@@ -16,13 +16,12 @@ from pathlib import Path
 import torch
 from gpt.data import ByteSamples
 from gpt.options import GptOptions, OptionsError
-from gpt.plain import apply_update, batch_of, build_real, plain_world
+from gpt.plain import apply_update, batch_of, build_real, plain_world, sample_ids
 from gpt.records import SampleLog, StepLog
 from gpt.training import build, train
 
 import etc_agent as etc
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker.context import local_sample_ids
 
 
 def run_session(options: GptOptions, arguments: argparse.Namespace, data: ByteSamples) -> None:
@@ -54,7 +53,7 @@ def run_plain(options: GptOptions, arguments: argparse.Namespace, data: ByteSamp
         for step in range(options.steps):
             loss = train(state, parallel, batch_of(data, step, parallel))
             apply_update(state)
-            samples.append(step, local_sample_ids(step, parallel), parallel)
+            samples.append(step, sample_ids(step, parallel), parallel)
             log.step(step, loss, parallel)
 
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from etc_agent.integrations.native import TrainState, create_optimizer_state, start_values
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker.context import ParallelContext, local_sample_ids
+from etc_agent.worker.context import ParallelContext
+from etc_agent.worker.data.division import GlobalBatch
 from gpt.data import ByteSamples
 from gpt.options import GptOptions, OptionsError
 from gpt.training import build
@@ -47,9 +48,14 @@ def build_real(options: GptOptions, parallel: ParallelContext) -> TrainState:
     return state
 
 
+def sample_ids(step: int, parallel: ParallelContext) -> range:
+    """The numbers of this dp rank's samples of a step."""
+    return GlobalBatch(parallel.global_batch).ids(step, parallel.coordinate.dp, parallel.config.dp)
+
+
 def batch_of(data: ByteSamples, step: int, parallel: ParallelContext) -> torch.Tensor:
     """This dp rank's samples of a step: (samples, sequence + 1) int64 on the device."""
-    return torch.stack([data[index] for index in local_sample_ids(step, parallel)]).to(parallel.device)
+    return torch.stack([data[index] for index in sample_ids(step, parallel)]).to(parallel.device)
 
 
 def apply_update(state: TrainState) -> None:
