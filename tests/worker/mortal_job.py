@@ -9,15 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import deaths
 import torch
 import torch.distributed as dist
+from gpt import training
+from gpt.data import ByteSamples
+from gpt.options import GptOptions
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -88,12 +95,14 @@ class Ddp(Plain):
 
 
 class Fsdp:
+    """FSDP2 with replicas: sharded over the axis tp, replicated over dp."""
+
     @staticmethod
     def build(parallel: etc.ParallelContext) -> etc.TrainState:
         model = nn.Sequential(*(Block() for _ in range(4)))
         for block in model:
-            fully_shard(block, mesh=parallel.mesh["dp"])
-        fully_shard(model, mesh=parallel.mesh["dp"])
+            fully_shard(block, mesh=parallel.mesh["dp", "tp"], reshard_after_forward=False)
+        fully_shard(model, mesh=parallel.mesh["dp", "tp"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         return etc.TrainState(model, optimizer, extras={"cursor": Cursor()}, init="module")
 
@@ -103,7 +112,23 @@ class Fsdp:
         return loss.detach()
 
 
-KINDS = {"plain": Plain, "ddp": Ddp, "fsdp": Fsdp}
+class GptJob:
+    """Pipeline stages with 1F1B, tensor and data parallelism."""
+
+    OPTIONS = GptOptions(
+        layers=4, hidden=24, heads=12, sequence=16, global_batch=12, microbatch=1, steps=1000, warmup=5,
+        data=Path(__file__).parent,
+    )
+
+    def __init__(self) -> None:
+        self.build = partial(training.build, self.OPTIONS)
+        self.samples = ByteSamples(self.OPTIONS.data, self.OPTIONS.sequence, self.OPTIONS.seed)
+
+    def train(self, state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(training.train(state, parallel, batch) or 0.0)
+
+
+KINDS = {"plain": Plain, "ddp": Ddp, "fsdp": Fsdp, "gpt": GptJob}
 
 
 class Samples:
@@ -136,7 +161,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
         kind.build, global_batch=12, seed=7, timeout_s=60.0, switch_timeout_s=60.0, loss_timeout_s=30.0,
         migration=fault.get("migration", "auto"),
     ) as session:
-        data = Samples()
+        data = getattr(kind, "samples", None) or Samples()
         for step in session.steps(num_steps):
             state = session.state
             dies = is_mortal and fault.get("at") == step.index and session.generation == 1

@@ -14,6 +14,7 @@ import pytest
 from mini_agent import NODE, MiniAgent
 
 from etc_agent.control.messages import Armed, Prepared
+from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Slot
 
 NUM_STEPS, FATAL_STEP = 11, 6
@@ -65,19 +66,39 @@ def assert_same_bits(found: Bits, expected: Bits) -> None:
     assert {key for key in found if found[key] != expected[key]} == set()
 
 
+def survive(folder: Path, model: str, before: str, after: str, victim: int, point: str) -> tuple[Bits, int]:
+    """Lose one worker in the fatal step; the bits of the run, and the step that the survivors have agreed on."""
+    fault = {"model": model, "die": point, "slot": victim, "at": FATAL_STEP}
+    with MiniAgent(folder, num_steps=NUM_STEPS, job="mortal_job", fault=fault, verify=False, pause_s=0) as agent:
+        agent.start(before)
+        agent.await_death(slot(victim))
+        agreed = agent.agree(agent.freeze())
+        agent.recover(after)
+        assert set(agent.finish().values()) == {0}
+        return bits(agent), agreed.step
+
+
 @pytest.mark.parametrize("point", deaths.IN_A_STEP)
 def test_a_death_at_any_point_of_a_step_leaves_all_with_the_same_bits(tmp_path: Path, point: str, planned: Any) -> None:
-    fault = {"model": "plain", "die": point, "slot": 3, "at": FATAL_STEP}
-    with MiniAgent(tmp_path, num_steps=NUM_STEPS, job="mortal_job", fault=fault, verify=False, pause_s=0) as agent:
-        agent.start("DP4")
-        agent.await_death(slot(3))
-        agreed = agent.agree(agent.freeze())
-        agent.recover("DP3")
-        assert set(agent.finish().values()) == {0}
-        found = bits(agent)
+    found, step = survive(tmp_path, "plain", "DP4", "DP3", 3, point)
     if point != "in the vote":
-        is_seen = point in ("after the vote", "in the optimizer")
-        assert agreed.step == FATAL_STEP + is_seen
-    expected = planned("plain", "DP4", "DP3", (0, 1, 2), agreed.step)
+        assert step == FATAL_STEP + (point in ("after the vote", "in the optimizer"))
+    expected = planned("plain", "DP4", "DP3", (0, 1, 2), step)
     # A worker that dies in the update of a step has not come to write it down.
     assert_same_bits(found, {key: value for key, value in expected.items() if key != (FATAL_STEP, 3)})
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after", "victim", "point"),
+    [
+        ("ddp", "DP4", "DP3", 3, "backward"), ("fsdp", "TP2DP2", "TP2", 3, "forward"),
+        ("gpt", "PP2DP2", "PP2", 3, "backward"), ("gpt", "TP2DP2", "TP2", 3, "forward"),
+    ],
+)
+def test_every_kind_of_parallelism_survives_a_death(
+    tmp_path: Path, model: str, before: str, after: str, victim: int, point: str, planned: Any
+) -> None:
+    found, step = survive(tmp_path, model, before, after, victim, point)
+    survivors = tuple(rank for rank in range(4) if rank != victim)[: ParallelConfig.parse(after).num_ranks]
+    assert step == FATAL_STEP
+    assert_same_bits(found, planned(model, before, after, survivors, step))

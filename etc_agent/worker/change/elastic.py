@@ -238,8 +238,6 @@ class Elastic:
         """Where workers were lost: wait, frozen, for the generation that follows, and enter it."""
         assert self.live is not None
         while self._survival.is_recovering or self._latch.is_closed:
-            if self._saver is not None:
-                self._saver.agree(Bid.NOTHING)  # some have not seen the vote that called for a checkpoint
             if self._latch.is_closed:
                 self._survival.meet_between_steps(None)
             if self._entered is not None:
