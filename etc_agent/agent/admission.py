@@ -142,7 +142,10 @@ def _begin(client: EtcdClient, keys: JobKeys, found: dict[str, KeyValue], record
         keys.drains_prefix,
     ]
     ops = [DeletePrefix(prefix) for prefix in stale] if job else []
-    of_one_run = (keys.current, keys.status, keys.leader, keys.reply, keys.scale, keys.pause, keys.stop)
+    of_one_run = (
+        keys.current, keys.status, keys.leader, keys.reply, keys.scale, keys.pause, keys.stop, keys.preview,
+        keys.preview_reply,
+    )
     gone = of_one_run if job else ()
     try:
         put = Put(keys.job, json.dumps(record))

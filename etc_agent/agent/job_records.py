@@ -84,6 +84,7 @@ class RecordReader:
             drains=drains,
             paused=isinstance(at(keys.pause), Order),
             cordons=tuple(cordons),
+            preview=_open_preview(snapshot.get(keys.preview), at(keys.preview_reply)),
             stop=parse_order(stop.value.decode(errors="replace")) if stop else None,
             reply=reply if isinstance(reply, Reply) else None,
             history=history,
@@ -108,6 +109,8 @@ class RecordReader:
                 return Ack.from_json(json.loads(item.value))
             if item.key.startswith(keys.cordons_prefix):
                 return parse_cordon(item.key.removeprefix(keys.cordons_prefix), item.value.decode(errors="replace"))
+            if item.key == keys.preview_reply:
+                return int(json.loads(item.value)["revision"])
             if item.key == keys.pause:
                 return parse_pause(item.value.decode(errors="replace"))
             if item.key.startswith(keys.history_prefix):
@@ -123,6 +126,13 @@ class RecordReader:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             logger.warning("etcd key %s cannot be read as a record of etc-run and is ignored: %s", item.key, error)
         return None
+
+
+def _open_preview(asked: KeyValue | None, answered: object) -> Request | None:
+    """The preview that is asked for, unless the last answer is to it."""
+    if asked is None or answered == asked.mod_revision:
+        return None
+    return Request(asked.value.decode(errors="replace"), asked.mod_revision)
 
 
 def _seconds(value: bytes) -> float | None:

@@ -24,6 +24,7 @@ from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.observing import JobRecords, Observer
 from etc_agent.reconfig.outlook import Outlook
 from etc_agent.reconfig.parts import indices
+from etc_agent.reconfig.preview import preview
 from etc_agent.reconfig.records import Current, Outcome, Phase, Result
 from etc_agent.reconfig.survival import by_grid
 from etc_agent.reconfig.tidy import Outdated, outdated
@@ -109,13 +110,9 @@ class Leadership:
                 return self._catch_up(records)
             match decide(view):
                 case Wait(seconds, why):
-                    self._complain(logging.INFO, why)
-                    self._write_status(records, why)
-                    return seconds
+                    return min(seconds, self._rest(records, view, why))
                 case Foresee(configs, Wait(seconds, why)):
-                    self._complain(logging.INFO, why)
-                    self._write_status(records, why)
-                    return min(seconds, self._look_ahead(configs, records))
+                    return min(seconds, self._rest(records, view, why), self._look_ahead(configs, records))
                 case Describe(config):
                     return self._ask(config, records)
                 case Write() as write:
@@ -131,6 +128,22 @@ class Leadership:
             if self._attempts.failed(time.monotonic(), error):
                 logger.warning("the leader cannot write to etcd; no decision takes effect until it can: %s", error)
             self._writer = None
+        return _LOOK_AGAIN_S
+
+    def _rest(self, records: JobRecords, view: View, why: str) -> float:
+        """While nothing is to be decided: tell what is waited for, and answer the preview that is asked for. Returns in
+        how many seconds to look again."""
+        self._complain(logging.INFO, why)
+        self._write_status(records, why)
+        if records.preview is None:
+            return float("inf")
+        assert self._writer is not None
+        answer = preview(view, records.preview)
+        if isinstance(answer, Describe):
+            return self._ask(answer.config, records)
+        if answer is not None:
+            self._writer.write({self._keys.preview_reply: json.dumps(answer.to_json())})
+            self._has_written()
         return _LOOK_AGAIN_S
 
     def _has_written(self) -> None:

@@ -29,6 +29,7 @@ class JobRecords:
     it. `drains`: node -> seconds that it may take to leave, None where none were given. `stop`: an administrator's
     order to end the job, if there is one. `account`: of what is no longer in `history`. `goodput`: as the leader last
     wrote it into ``status``. `gone`: node -> its testimony.
+    `preview`: one that is asked for and not yet answered.
     """
 
     incarnation: str = ""
@@ -43,6 +44,7 @@ class JobRecords:
     paused: bool = False
     cordons: tuple[Cordon, ...] = ()
     stop: Order | None = None
+    preview: Request | None = None
     reply: Reply | None = None
     history: Mapping[int, History] = field(default_factory=dict)
     account: Account = field(default_factory=Account)

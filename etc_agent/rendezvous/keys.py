@@ -115,6 +115,14 @@ class JobKeys:
         return self.control_prefix + "pause"
 
     @property
+    def preview(self) -> str:
+        return self.control_prefix + "preview"
+
+    @property
+    def preview_reply(self) -> str:
+        return self.control_prefix + "preview-reply"
+
+    @property
     def stop(self) -> str:
         return self.control_prefix + "stop"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etc_agent.parallel.topology import Placement, Slot, Topology
-from etc_agent.planner.loads import Links, ports_of
+from etc_agent.planner.effect import buffer_bytes, by_worker, traffic_of
+from etc_agent.planner.loads import Links
 from etc_agent.planner.memory import peak_bytes
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.model_atoms import model_atoms
 from etc_agent.planner.paper import paper_sketch
 from etc_agent.planner.placement import Least, Sketch, place_atoms
-from etc_agent.planner.plan import MigrationPlan
-from etc_agent.state.layout import Manifest
 from etc_agent.state.sharding import Sharding
 
 Policy = Literal["etc", "paper"]
@@ -130,52 +129,12 @@ def summarise(
     isolated = policy == "paper" and max(previous.config.dp, current.config.dp) > 1
     if isolated or max(len(where), len(sketch.placement)) > MAX_LISTED:
         return PlanSummary(*basis, max(sketch.bottleneck_s, inside))
-    slots, old, new = _by_worker(previous, current, where, sketch.placement)
-    names = [node.name for node in topology.nodes]
-    nodes = [names.index(slot.node) for slot in slots]
+    slots, old, new = by_worker(previous.layout(), where, current.layout(), sketch.placement)
     plan = make_plan(old, new, links=Links.on(slots, topology), budget_bytes=budget_bytes, forwarding=forwarding)
-    traffic, ports, seconds = _links(plan, slots, nodes, topology)
+    traffic = traffic_of(plan, slots, topology)
     mode: Literal["keep", "release"] = memory if budget_bytes is None else "release"
     return PlanSummary(
-        *basis, max(seconds, inside), traffic, ports, peak_bytes(plan, old, new, mode), _buffer_bytes(plan),
+        *basis, max(traffic.seconds, inside), traffic.between, traffic.ports, peak_bytes(plan, old, new, mode),
+        buffer_bytes(plan),
         tuple(slots), len(plan.rounds), sum(map(len, plan.rounds)), plan.digest,
     )
-
-
-def _by_worker(
-    previous: Sharding, current: Sharding, where: Placement, placement: Placement
-) -> tuple[list[Slot], list[Manifest], list[Manifest]]:
-    """(slot, previous manifest, current manifest) of every worker, those of the previous generation first."""
-    slots = list(dict.fromkeys([*where, *placement]))
-    held, wanted = dict(zip(where, previous.layout(), strict=True)), dict(zip(placement, current.layout(), strict=True))
-    return slots, [held.get(slot, ()) for slot in slots], [wanted.get(slot, ()) for slot in slots]
-
-
-def _buffer_bytes(plan: MigrationPlan) -> int:
-    most = 0
-    for transfers in plan.rounds:
-        busy = [0] * plan.num_workers
-        for transfer in transfers:
-            busy[transfer.source] += transfer.num_bytes
-            busy[transfer.target] += transfer.num_bytes
-        most = max(most, *busy)
-    return most
-
-
-def _links(
-    plan: MigrationPlan, slots: Sequence[Slot], nodes: Sequence[int], topology: Topology
-) -> tuple[NDArray[np.int64], dict[str, tuple[int, int]], float]:
-    """(bytes from node to node, port -> (sent, received), time of the busiest port) of the written plan."""
-    ports = ports_of(topology, slots)
-    traffic = np.zeros((len(topology.nodes), len(topology.nodes)), dtype=np.int64)
-    sent, received = np.zeros(len(ports.names), np.int64), np.zeros(len(ports.names), np.int64)
-    for transfers in plan.rounds:
-        for transfer in transfers:
-            source, target = nodes[transfer.source], nodes[transfer.target]
-            traffic[source, target] += transfer.num_bytes
-            if source != target:
-                sent[ports.of[slots[transfer.source]]] += transfer.num_bytes
-                received[ports.of[slots[transfer.target]]] += transfer.num_bytes
-    seconds = float((np.maximum(sent, received) / ports.bytes_per_s).max()) if len(sent) else 0.0
-    loads = {name: (int(out), int(into)) for name, out, into in zip(ports.names, sent, received, strict=True)}
-    return traffic, loads, seconds

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from etc_agent.reconfig.controls import Order
 from etc_agent.reconfig.records import Outcome, Reply, Result
@@ -19,6 +20,9 @@ from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
 from launcher.ctl.exits import CtlError, Exit
 from launcher.ctl.jobs import Job, current_of, job_of, reply_of
+
+if TYPE_CHECKING:
+    from etc_agent.reconfig.preview import Preview
 
 
 def order(why: str) -> Order:
@@ -83,6 +87,34 @@ def scale(
     if last is not None:
         raise CtlError(Exit.NO_ANSWER, f"{value} is {last.result} but not done after {waited}; it stays asked for")
     raise CtlError(Exit.NO_ANSWER, f"no leader answered within {waited}; the request stays written until one does")
+
+
+def preview(client: EtcdClient, keys: JobKeys, value: str, timeout_s: float) -> Preview:
+    """Ask the leader what `scale` would do, without doing it.
+
+    Raises:
+        CtlError: the job has ended, or no answer came in `timeout_s`.
+    """
+    from etc_agent.reconfig.preview import Preview  # loads the planner, which no other command needs
+
+    with following(client, keys) as mirror:
+        refuse_ended(mirror.snapshot(), keys)
+        revision = client.put(keys.preview, value)
+
+        def answer(now: Snapshot) -> dict[str, Any] | None:
+            item = now.get(keys.preview_reply)
+            fields = item.json() if item is not None else {}
+            return fields if fields.get("revision") == revision else None
+
+        try:
+            mirror.wait_for(lambda now: answer(now) is not None, timeout_s)
+            fields = answer(mirror.snapshot())
+        finally:
+            client.delete(keys.preview)
+    if fields is None:
+        told = f"no leader answered within {timeout_s:g} s (--timeout); etc-ctl explain tells what it waits for"
+        raise CtlError(Exit.NO_ANSWER, told)
+    return Preview.from_json(fields)
 
 
 def drain(

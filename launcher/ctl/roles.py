@@ -65,7 +65,7 @@ def role_for(audience: str, keys: JobKeys) -> Role:
             Permission("write", after_cordons, read.end),
         ],
         "admin": [
-            Permission("write", keys.scale), Permission("write", keys.pause), Permission("write", keys.stop),
+            *(Permission("write", key) for key in (keys.scale, keys.preview, keys.pause, keys.stop)),
             Permission.under("write", keys.drains_prefix), Permission.under("write", keys.cordons_prefix),
         ],
         "viewer": [],

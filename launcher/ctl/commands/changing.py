@@ -11,6 +11,7 @@ from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from launcher.ctl import asking
 from launcher.ctl.exits import CtlError, Exit
+from launcher.ctl.jobs import read_history
 from launcher.ctl.options import (
     ANSWER_S,
     WAIT_S,
@@ -42,11 +43,12 @@ class SlotType(click.ParamType):
 @click.command()
 @click.argument("value", type=SizeType())
 @with_job
+@click.option("--dry-run", is_flag=True, help="Show the plan that the leader would carry out, and change nothing.")
 @wait_option
 @timeout_option
 @output_option
 def scale(
-    client: EtcdClient, keys: JobKeys, value: str, wait: bool, timeout_s: float | None, output: Output
+    client: EtcdClient, keys: JobKeys, value: str, dry_run: bool, wait: bool, timeout_s: float | None, output: Output
 ) -> Exit:
     """Ask for another size.
 
@@ -57,7 +59,10 @@ def scale(
     \b
     etc-ctl scale 8 --run-id my-job
     etc-ctl scale PP4TP2DP2 --wait --timeout 120
+    etc-ctl scale 16 --dry-run
     """
+    if dry_run:
+        return _dry_run(client, keys, value, timeout_s, output)
     timeout_s = timeout_s if timeout_s is not None else WAIT_S if wait else ANSWER_S
 
     def say(reply: Reply) -> None:
@@ -69,6 +74,16 @@ def scale(
         output.show({"request": value, "result": None, "message": waiting}, lambda: waiting)
         return Exit.DONE
     return _EXIT_CODES.get(result, Exit.DONE)
+
+
+def _dry_run(client: EtcdClient, keys: JobKeys, value: str, timeout_s: float | None, output: Output) -> Exit:
+    answer = asking.preview(client, keys, value, WAIT_S if timeout_s is None else timeout_s)
+    from launcher.ctl.dry_run import dry_run_screen, predicted
+
+    moved = answer.plan.moved_bytes if answer.plan is not None else None
+    prediction = predicted(read_history(client, keys), moved) if moved is not None else None
+    output.show({**answer.to_json(), "predicted_stop": prediction}, lambda: dry_run_screen(answer, prediction))
+    return Exit.FAILED if answer.result == Result.REFUSED else Exit.DONE
 
 
 @click.command()
