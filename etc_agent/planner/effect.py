@@ -52,6 +52,28 @@ def traffic_of(plan: MigrationPlan, slots: Sequence[Slot], topology: Topology) -
     return Traffic(between, loads, seconds)
 
 
+def kept_bytes(plan: MigrationPlan) -> list[int]:
+    """Worker -> the bytes of its new state that it holds already."""
+    kept = [0] * plan.num_workers
+    for refer in plan.refers:
+        kept[refer.worker] += refer.box.num_elements * refer.tensor.itemsize
+    return kept
+
+
+def received_bytes(plan: MigrationPlan) -> list[int]:
+    """Worker -> the bytes that it receives."""
+    received = [0] * plan.num_workers
+    for transfers in plan.rounds:
+        for transfer in transfers:
+            received[transfer.target] += transfer.num_bytes
+    return received
+
+
+def num_transfers(plan: MigrationPlan) -> int:
+    """How many transfers a plan has in all."""
+    return sum(map(len, plan.rounds))
+
+
 def buffer_bytes(plan: MigrationPlan) -> int:
     """The most that a worker sends and receives in one round, for which it may need buffers beside its state."""
     most = 0

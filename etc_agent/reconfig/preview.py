@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from etc_agent.parallel.generation import Generation
-from etc_agent.planner.effect import buffer_bytes, by_worker, traffic_of
+from etc_agent.planner.effect import buffer_bytes, by_worker, kept_bytes, num_transfers, received_bytes, traffic_of
 from etc_agent.planner.errors import PlanError
 from etc_agent.planner.loads import Links
 from etc_agent.planner.memory import peak_bytes
@@ -128,12 +128,7 @@ def plan_of(view: View, generation: Generation) -> PlanPreview | None:
     topology = view.topology
     plan = make_plan(old, new, links=Links.on(slots, topology))
     peaks, released = peak_bytes(plan, old, new, "keep"), peak_bytes(plan, old, new, "release")
-    kept, received = [0] * len(slots), [0] * len(slots)
-    for refer in plan.refers:
-        kept[refer.worker] += refer.box.num_elements * refer.tensor.itemsize
-    for transfers in plan.rounds:
-        for transfer in transfers:
-            received[transfer.target] += transfer.num_bytes
+    kept, received = kept_bytes(plan), received_bytes(plan)
     traffic = traffic_of(plan, slots, topology)
     into = traffic.between.sum(axis=0) - traffic.between.diagonal()
     nodes = []
@@ -147,7 +142,7 @@ def plan_of(view: View, generation: Generation) -> PlanPreview | None:
             ))
     return PlanPreview(
         str(generation.config), str(committed.config), sum(kept), plan.moved_bytes, int(into.sum()),
-        sum(map(len, plan.rounds)), max(peaks), max(released), buffer_bytes(plan), tuple(nodes),
+        num_transfers(plan), max(peaks), max(released), buffer_bytes(plan), tuple(nodes),
     )
 
 

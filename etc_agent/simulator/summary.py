@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etc_agent.parallel.topology import Placement, Slot, Topology
-from etc_agent.planner.effect import buffer_bytes, by_worker, traffic_of
+from etc_agent.planner.effect import buffer_bytes, by_worker, num_transfers, traffic_of
 from etc_agent.planner.loads import Links
 from etc_agent.planner.memory import peak_bytes
 from etc_agent.planner.migration import make_plan
@@ -136,5 +136,5 @@ def summarise(
     return PlanSummary(
         *basis, max(traffic.seconds, inside), traffic.between, traffic.ports, peak_bytes(plan, old, new, mode),
         buffer_bytes(plan),
-        tuple(slots), len(plan.rounds), sum(map(len, plan.rounds)), plan.digest,
+        tuple(slots), len(plan.rounds), num_transfers(plan), plan.digest,
     )
