@@ -167,6 +167,7 @@ class Frozen:
     there, so the number of steps whose vote it has seen; `ok`: the result of the last of them. `completed`: the
     generation for which it has everything but the result of the migration vote, so that it can still enter it; 0: none.
     `broken`: why its state can neither be continued nor entered (a loss after `release` had begun), "" normally.
+    `copied`: the step of the newest copy set that is complete here, -1 for none.
     """
 
     type: ClassVar[str] = "frozen"
@@ -176,6 +177,7 @@ class Frozen:
     ok: bool = True
     completed: int = 0
     broken: str = ""
+    copied: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,13 +279,15 @@ class Freeze:
 class Agreed:
     """What all survivors of a loss continue from: `generation` is in force and `step` is the next step. A worker that
     has completed the migration to `generation` enters it; one that has not seen the vote of ``step - 1`` applies that
-    step with the result `ok`; all others drop the gradients of the step that was under way."""
+    step with the result `ok`; all others drop the gradients of the step that was under way. `from_copies`: every worker
+    goes back to its copy set of `step` instead, since only copies are left of a part of the state."""
 
     type: ClassVar[str] = "agreed"
     loss: int
     generation: int
     step: int
     ok: bool = True
+    from_copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

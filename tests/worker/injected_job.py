@@ -2,9 +2,9 @@
 
     injected_job.py FOLDER NUM_STEPS PAUSE_S [JSON]
 
-The JSON object may have `model` ("gpt", with pipeline stages and microbatches, or "ddp", DistributedDataParallel with
-several buckets) and `gates`: steps that do not begin before a planned change is armed, so that it takes place exactly
-at their end. ``gate-<step>`` appears in FOLDER when the job waits for it.
+The JSON object may have `model` ("gpt", with pipeline stages and microbatches; "ddp", DistributedDataParallel with
+several buckets; "fsdp", sharded over dp) and `gates`: steps that do not begin before a planned change is armed, so that
+it takes place exactly at their end. ``gate-<step>`` appears in FOLDER when the job waits for it.
 
 Each rank writes a JSON line per step that was applied: its place, a hash of its state before the step, and what it
 trained on. A file ``die-<step>.json`` in FOLDER makes a rank die in that step, ``die-change.json`` a worker in the next
@@ -33,6 +33,7 @@ from gpt.data import ByteSamples
 from gpt.options import GptOptions
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import etc_agent as etc
@@ -293,6 +294,24 @@ def build_ddp(parallel: etc.ParallelContext) -> etc.TrainState:
     return watched(etc.TrainState(model, optimizer, init=start))
 
 
+def build_fsdp(parallel: etc.ParallelContext) -> etc.TrainState:
+    if parallel.config.pp > 1 or parallel.config.tp > 1:
+        raise ValueError(f"{parallel.config}: this model is only data parallel")
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer, mesh=parallel.mesh["dp"])
+    fully_shard(model, mesh=parallel.mesh["dp"])
+    return watched(etc.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3), init=start))
+
+
+def train_fsdp(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> float:
+    loss = ((state.model(batch) - torch.cos(batch)) ** 2).mean()
+    loss.backward()
+    whole = loss.detach() / parallel.config.dp
+    dist.all_reduce(whole)
+    return whole.item()
+
+
 def train_ddp(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> float:
     if state.runtime is None:
         group = parallel.mesh.get_group("dp")
@@ -310,6 +329,9 @@ def train_ddp(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch
     whole = loss.detach() / parallel.config.dp
     dist.all_reduce(whole)
     return whole.item()
+
+
+MODELS = {"gpt": (training.train, build_gpt), "ddp": (train_ddp, build_ddp), "fsdp": (train_fsdp, build_fsdp)}
 
 
 class Sines:
@@ -334,7 +356,7 @@ def await_gate(session: etc.Session) -> None:
         (FATE.folder / f"gate-{session.step}").touch()
     conversation = session._job._conversation  # type: ignore[union-attr]
     while not conversation.armed():
-        conversation.at_safe_point(session.state)
+        conversation.at_safe_point(session._job.live)  # type: ignore[union-attr]
         time.sleep(0.002)
 
 
@@ -342,9 +364,9 @@ def main(folder: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) ->
     torch.set_num_threads(1)
     FATE.folder = folder
     install_hooks()
-    is_ddp = fault.get("model") == "ddp"
-    data = Sines() if is_ddp else ByteSamples(OPTIONS.data, OPTIONS.sequence, 1)
-    train, build = (train_ddp, build_ddp) if is_ddp else (training.train, build_gpt)
+    model = fault.get("model", "gpt")
+    data = ByteSamples(OPTIONS.data, OPTIONS.sequence, 1) if model == "gpt" else Sines()
+    train, build = MODELS[model]
     ids: list[int] = []
     with (
         open(folder / f"steps-{os.getpid()}.jsonl", "a", buffering=1) as log,

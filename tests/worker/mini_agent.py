@@ -238,6 +238,16 @@ class MiniAgent:
             self.send(slot, agreed)
         return agreed
 
+    def agree_on_copies(self, frozen: dict[Slot, Frozen]) -> Agreed:
+        """As `agree`, where only copies are left of what was lost: all go back to the newest set that all have."""
+        assert self.generation is not None
+        step = min(answer.copied for answer in frozen.values())
+        assert step >= 0, "nobody has copies"
+        agreed = Agreed(self._loss, self.generation.id, step, from_copies=True)
+        for slot in frozen:
+            self.send(slot, agreed)
+        return agreed
+
     def recover(self, config: str, placement: Placement | None = None) -> dict[Slot, Switched]:
         """The change that follows a loss. By default the survivors keep their order."""
         assert self.generation is not None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,7 +168,7 @@ def test_restoring_a_set_gives_the_state_of_its_step_back_bit_for_bit() -> None:
         (step,) = running.complete()
         worker = running.workers[0]
         worker.newest.restore(worker.state, CPU, worker.at)
-        drawn = torch.rand(3)
+        drawn, python, numpy = torch.rand(3), random.random(), np.random.random()
         for _ in range(3):
             running.advance()
         worker.optimizer.param_groups[0]["lr"] = 7.0
@@ -178,6 +180,7 @@ def test_restoring_a_set_gives_the_state_of_its_step_back_bit_for_bit() -> None:
         assert (worker.counter.count, worker.optimizer.param_groups[0]["lr"]) == (step, 0.1)
         assert all(parameter.grad is None for parameter in worker.model.parameters())
         assert torch.equal(torch.rand(3), drawn)
+        assert (random.random(), np.random.random()) == (python, numpy)
 
 
 def test_a_rank_whose_tensors_change_has_all_ranks_plan_again() -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ import torch
 from etc_agent.control.causes import kind_of
 from etc_agent.control.messages import Message, Prepared, Refused
 from etc_agent.errors import EtcError, one_line
-from etc_agent.integrations.native import TrainState
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.worker.change.groups import ChangeConnections
@@ -31,6 +30,8 @@ from etc_agent.worker.change.prepare import prepare
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.change.state.holdings import Holdings
+from etc_agent.worker.change.state.rescued import NOTHING, Rescued
+from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
 from etc_agent.worker.settings import Settings
 
@@ -98,15 +99,23 @@ class Change:
 
     # -- for other threads -----------------------------------------------------------------------------------------
 
-    def at_safe_point(self, state: TrainState) -> None:
+    def at_safe_point(self, live: LiveGeneration) -> None:
         """Called by the main thread between two steps: make the `Holdings` if the preparation still needs them."""
         if not self.wants_holdings:
             return
         try:
-            self._tell(self._holdings.set_result, Holdings.of(state))
+            self._tell(self._holdings.set_result, replace(Holdings.of(live.state), rescued=self._rescued(live)))
         except Exception as error:
             # Without its traceback, which would keep the state alive.
             self._tell(self._holdings.set_exception, EtcError(one_line(error)))
+
+    def _rescued(self, live: LiveGeneration) -> Rescued:
+        """What this worker gives in place of those that were lost, where all have gone back to a copy set."""
+        copies = live.copier.gone_back_to if live.copier is not None else None
+        if copies is None:
+            return NOTHING
+        placement, lost = self._order.previous.placement, self._order.generation.lost
+        return copies.rescue([rank for rank, slot in enumerate(placement) if slot in lost], self._settings.device)
 
     @property
     def wants_holdings(self) -> bool:

@@ -33,13 +33,13 @@ from etc_agent.control.messages import (
     Withdrawn,
 )
 from etc_agent.errors import EtcError, one_line
-from etc_agent.integrations.native import TrainState
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.worker.change.change import Change, Order
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retirements
+from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.loss.latch import Latch
 from etc_agent.worker.model import Build, describe
 from etc_agent.worker.process.position import Whereabouts, dump_stacks
@@ -55,12 +55,12 @@ _CLOSE_S = 3.0
 class Conversation:
     """Receives and answers the agent's messages. `generation`: the one that this worker was started for; `latch`: what
     the main thread has seen of its votes; `cut` cuts the connections of the generation in force. `finish` is called
-    when the job stops."""
+    when the job stops. `copied` returns the step of the newest complete copy set, -1 for none."""
 
     def __init__(
         self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings,
         latch: Latch, cut: Callable[[], None], whereabouts: Whereabouts, retirements: Retirements,
-        finish: Callable[[], None] = lambda: None,
+        finish: Callable[[], None] = lambda: None, copied: Callable[[], int] = lambda: -1,
     ) -> None:
         self._channel = channel
         self._hello = Hello(slot, os.getpid(), generation)
@@ -72,6 +72,7 @@ class Conversation:
         self._whereabouts = whereabouts
         self._retirements = retirements
         self._finish = finish
+        self._copied = copied
         self._changed = latch.changed
         self._change: Change | None = None
         self._taken: Change | None = None
@@ -126,12 +127,12 @@ class Conversation:
 
     # -- for the main thread ---------------------------------------------------------------------------------------
 
-    def at_safe_point(self, state: TrainState) -> None:
+    def at_safe_point(self, live: LiveGeneration) -> None:
         """Between two steps: if a change is being prepared that needs this worker's `Holdings`, make them now."""
         with self._changed:
             change = self._change
         if change is not None:
-            change.at_safe_point(state)
+            change.at_safe_point(live)
 
     def armed(self) -> int:
         """The generation to vote for, or 0 where no new one is armed on this worker."""
@@ -182,7 +183,7 @@ class Conversation:
             self._entering = prepared.generation.id
             return prepared
 
-    def await_recovery(self, state: TrainState) -> PreparedGeneration | None:
+    def await_recovery(self, live: LiveGeneration) -> PreparedGeneration | None:
         """After a loss: wait until the agent has armed the generation that follows it, and take that. None where more
         workers were lost. How long that may take is for the agents to say.
 
@@ -198,7 +199,7 @@ class Conversation:
                     raise EtcError("workers were lost, and the agent ended before the job could go on without them")
                 if self._armed or self._latch.is_closed:
                     return self.take(self._armed)
-            self.at_safe_point(state)
+            self.at_safe_point(live)
 
     def _wants_holdings(self) -> bool:
         return self._change is not None and self._change.wants_holdings
@@ -302,7 +303,8 @@ class Conversation:
             change, self._armed = self._change, 0
             self._changed.notify_all()
         self._cut()
-        self.send(Frozen(loss, seen.generation, seen.step, seen.ok, seen.completed, seen.broken))
+        copied = self._copied()
+        self.send(Frozen(loss, seen.generation, seen.step, seen.ok, seen.completed, seen.broken, copied))
         if change is not None:
             change.abort()
         if self._latch.is_closed:

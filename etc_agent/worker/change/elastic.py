@@ -70,12 +70,12 @@ class Elastic:
         self._latch = Latch()
         self._conversation = Conversation(
             channel, environment.slot, environment.generation, script, settings, self._latch, self._cut,
-            self._whereabouts, self._retirements, self._finish,
+            self._whereabouts, self._retirements, self._finish, self._copied,
         )
         frozen = FrozenWait(
             self._latch, self._conversation.send, lambda: self._conversation.is_over, settings.loss_timeout_s
         )
-        self._survival = Survival(self._latch, frozen, course)
+        self._survival = Survival(self._latch, frozen, course, lambda: self.live)
         self._signals: LeftToAgent | None = None
         self.live: LiveGeneration | None = None
         self._pending = 0
@@ -219,7 +219,7 @@ class Elastic:
             if prepared is not None:
                 self._switch_to(prepared)
         self._recover()
-        self._conversation.at_safe_point(self.live.state)
+        self._conversation.at_safe_point(self.live)
         # Not before the first step after a switch: that step is part of the measured stop.
         if self.live.copier is not None and self._entered is None:
             self.live.copier.at_safe_point(self.live.state, self._course.step, self._copies_agreed)
@@ -243,7 +243,7 @@ class Elastic:
             if self._entered is not None:
                 self._retire_previous()
             self._at(Position.SWITCH)
-            prepared = self._conversation.await_recovery(self.live.state)
+            prepared = self._conversation.await_recovery(self.live)
             if prepared is not None:
                 self._switch_to(prepared)
 
@@ -343,8 +343,10 @@ class Elastic:
         self._whereabouts.enter(self._in_force(), self._course.step, phase)
 
     def _copied(self) -> int:
-        """The step of the newest copy set that is complete here, -1 for none."""
-        copier = self.live.copier if self.live is not None else None
+        """The step of the newest copy set that is complete here, -1 for none. Also called from the control
+        thread."""
+        live = self.live
+        copier = live.copier if live is not None else None
         copies = copier.newest if copier is not None else None
         return copies.step if copies is not None else -1
 

@@ -114,7 +114,7 @@ def prepare(
         with _phase(phases_ms, "amend"):
             said = gather_amendments(groups.all_workers, old.holdings)
             refusal = refusal or amend(state, groups.world, said)
-            new = _new_side(task, state, groups.world)
+            new = _new_side(task, state, groups.world, said)
         with _phase(phases_ms, "memory"):
             owner.await_memory()
             owner.check()
@@ -163,7 +163,7 @@ def _old_side(task: Task, holdings: Holdings | None) -> OldSide:
     crew = task.crew
     if holdings is None or crew.old_rank is None:
         return OldSide(None, {}, None)
-    sources = dict(holdings.tensors)
+    sources = {**holdings.tensors, **holdings.rescued.tensors}
     shard = carried_stream(crew.old_rank, task.previous.config, task.generation.config, task.settings.device)
     if shard is None:
         return OldSide(holdings, sources, None)
@@ -171,7 +171,7 @@ def _old_side(task: Task, holdings: Holdings | None) -> OldSide:
     return OldSide(holdings, sources, (shard, sources[shard]))
 
 
-def _new_side(task: Task, state: TrainState | None, world: World | None) -> NewSide:
+def _new_side(task: Task, state: TrainState | None, world: World | None, said: Said) -> NewSide:
     crew = task.crew
     if state is None or world is None or crew.new_rank is None:
         return NewSide()
@@ -180,7 +180,8 @@ def _new_side(task: Task, state: TrainState | None, world: World | None) -> NewS
         views = tuple(sorted(all_tensors(state).keys() - {shard.tensor.name for shard in manifest}))
     stream = carried_stream(crew.new_rank, task.generation.config, task.previous.config, task.settings.device)
     if stream is not None and not crew.has_old_rank(_same_place(crew.new_rank, task)):
-        stream = None  # it was lost with the worker at that coordinate, and a new one is started
+        # It was lost with the worker at that coordinate. A new one is started, unless there is a copy of it.
+        stream = stream if any(stream.tensor.name in row["streams"] for row in said) else None
     return NewSide(manifest if stream is None else (*manifest, stream), stream, views)
 
 

@@ -150,6 +150,7 @@ def _refresh(prepared: PreparedGeneration, live: LiveGeneration, dump_dir: str |
         shard, buffer = prepared.old_stream
         buffer.copy_(rng_state(live.parallel.device))
         sources[shard] = buffer
+    sources |= prepared.holdings.rescued.tensors
     if prepared.mode.refresh(sources):
         prepared.holdings.check_same_shards(Holdings.of(live.state))
     if dump_dir is not None and prepared.crew.old_rank is not None:

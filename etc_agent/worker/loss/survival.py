@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from etc_agent.control.messages import Agreed
 from etc_agent.errors import EtcError
@@ -10,7 +11,7 @@ from etc_agent.worker.course import Course
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.loss.frozen import FrozenWait, StepRetriedError
 from etc_agent.worker.loss.latch import Latch, Seen
-from etc_agent.worker.loss.step_start import StepStart
+from etc_agent.worker.loss.step_start import StepStart, reshard_broken_off
 
 _log = logging.getLogger(__name__)
 
@@ -18,8 +19,11 @@ _log = logging.getLogger(__name__)
 class Survival:
     """`is_recovering`: the next thing to do is to enter the generation that follows the loss."""
 
-    def __init__(self, latch: Latch, frozen: FrozenWait, course: Course) -> None:
+    def __init__(
+        self, latch: Latch, frozen: FrozenWait, course: Course, live: Callable[[], LiveGeneration | None]
+    ) -> None:
         self._latch = latch
+        self._live = live
         self._frozen = frozen
         self._course = course
         self._start: StepStart | None = None
@@ -97,7 +101,9 @@ class Survival:
         """Wait for the agreement, which is about one of the `possible` steps, and open the latch. From now on the main
         thread does nothing but what was agreed, until it has entered the next generation."""
         agreed = self._frozen.agreed()
-        if agreed.step not in possible:
+        if agreed.from_copies:
+            self._go_back(agreed.step)
+        elif agreed.step not in possible:
             raise EtcError(
                 f"the survivors of a loss go on with step {agreed.step}, and this worker can only with step "
                 f"{' or '.join(map(str, sorted(set(possible))))}; all workers have to be restarted"
@@ -105,6 +111,18 @@ class Survival:
         self._latch.open(agreed, Seen(agreed.generation, agreed.step, agreed.ok))
         self.is_recovering = True
         return agreed
+
+    def _go_back(self, step: int) -> None:
+        """Make the state that of `step`, from this worker's own copy: only copies are left of what was lost."""
+        live = self._live()
+        assert live is not None, "a worker that joins has no copies, and is not asked"
+        if live.copier is None:
+            raise EtcError(f"this worker makes no copies, and the others go back to those of step {step}")
+        reshard_broken_off(live.state.model)
+        live.copier.go_back(live.state, step)
+        _log.warning("all workers go back from step %d to step %d, from copies in memory", self._course.step, step)
+        self._course.step = step
+        self._is_in_step = False
 
     def _undo_step(self) -> None:
         if self._is_in_step:

@@ -60,6 +60,10 @@ class Copier:
         node: the number of this worker's node.
         every: steps from one copy set to the next.
         at: this rank's grid coordinate.
+
+    Attributes:
+        plan: who keeps what, None until all ranks have agreed on it.
+        gone_back_to: the set that this worker has gone back to after a loss; nothing is copied in this generation then.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Copier:
         self._last_step: int | None = None
         self.plan: CopyPlan | None = None
         self._layouts: tuple[OwnLayout, dict[int, Places]] | None = None
+        self.gone_back_to: CopySet | None = None
         self._complete: list[CopySet] = []
         self._free: list[CopySet] = []
         self._thread = threading.Thread(target=self._run, name="etc-copies", daemon=True)
@@ -133,11 +138,24 @@ class Copier:
         with self._lock:
             return next((each for each in self._complete if each.step == step), None)
 
+    def go_back(self, state: TrainState, step: int) -> None:
+        """Put this worker's state back to what it was before `step`, for all ranks have agreed on that.
+
+        Raises:
+            EtcError: there is no complete copy set of that step, or it does not fit the state any more.
+        """
+        copies = self.of_step(step)
+        if copies is None:
+            raise EtcError(f"this worker has no copies of step {step}; all workers have to be restarted")
+        copies.restore(state, self._device, self._at)
+        self.gone_back_to = copies
+
     def close(self) -> None:
         """Stop, and free all copies. An exchange under way is completed first where its peers are alive."""
         self._orders.put(None)
         self._thread.join(_CLOSE_S)
         with self._lock:
+            self.gone_back_to = None
             self._complete.clear()
             self._free.clear()
         self._group = None

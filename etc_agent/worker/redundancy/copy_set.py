@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from etc_agent.errors import EtcError
@@ -20,7 +22,8 @@ from etc_agent.migration.memory.bits import as_bits, copy_bits, finish_copies
 from etc_agent.parallel.config import Coordinate
 from etc_agent.state.layout import Manifest, Shard
 from etc_agent.worker.change.state.holdings import local_shards, reshard
-from etc_agent.worker.change.state.rng import stream_of
+from etc_agent.worker.change.state.rescued import Rescued
+from etc_agent.worker.change.state.rng import STREAM_PREFIX, stream_of
 from etc_agent.worker.change.state.user_state import own_state, rules_of
 from etc_agent.worker.redundancy.layout import OwnLayout, Places, host_buffer
 
@@ -47,7 +50,8 @@ class CopySet:
 
     `own`: this worker's state in `layout`. `kept`: owner -> its parts, in `kept_layouts`. `shared`: the host state
     that is equal on every rank; `own_values`: what this rank has of its own (`own_state`); `kept_values`: the same of
-    the owners. All three as JSON.
+    the owners. All three as JSON. `host_streams`: the states of Python's and NumPy's own generators, which no change
+    carries, but to which this worker goes back.
     """
 
     layout: OwnLayout
@@ -59,6 +63,7 @@ class CopySet:
     shared: str = ""
     own_values: str = ""
     kept_values: dict[int, str] = field(default_factory=dict)
+    host_streams: tuple[Any, Any] | None = None
 
     @classmethod
     def allocate(cls, layout: OwnLayout, kept_layouts: Mapping[int, Places], device: torch.device) -> CopySet:
@@ -93,6 +98,7 @@ class CopySet:
         copy_bits(targets, sources)
         self.number, self.step = number, step
         self.shared, self.own_values = json.dumps(host_state(state)), json.dumps(own_state(state))
+        self.host_streams = random.getstate(), np.random.get_state()
         self.kept_values.clear()
 
     def restore(self, state: TrainState, device: torch.device, at: Coordinate) -> None:
@@ -113,7 +119,21 @@ class CopySet:
         load_host_state(state, json.loads(self.shared))
         _load_own(state, json.loads(self.own_values))
         # Last: the script's objects may draw from the stream while they load.
+        assert self.host_streams is not None, "taken"
+        python, numpy = self.host_streams
+        random.setstate(python)
+        np.random.set_state(numpy)
         set_rng_state(device, places[stream_of(at, rng_state(device))].tensor(self.own).clone())
+
+    def rescue(self, lost: Collection[int], device: torch.device) -> Rescued:
+        """What is kept here of the `lost` ranks."""
+        owners = [owner for owner in self.kept if owner in lost]
+        tensors = {
+            shard: part.to("cpu" if shard.tensor.name.startswith(STREAM_PREFIX) else device, copy=True)
+            for owner in owners
+            for shard, part in self.kept_parts(owner).items()
+        }
+        return Rescued(tensors, {owner: json.loads(self.kept_values[owner]) for owner in owners})
 
     def kept_parts(self, owner: int) -> dict[Shard, torch.Tensor]:
         """The parts of `owner` that are kept here, as views of host memory."""

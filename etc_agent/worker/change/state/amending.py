@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 _MOST_NAMES = 5
 
 Said = Sequence[Mapping[str, Any]]
-"""Worker -> its `amendments` as JSON, and whether its optimizer `has_values`: state of parameters that is not
-tensors."""
+"""Worker -> its `amendments` as JSON; whether its optimizer `has_values`, which is state of parameters that is not
+tensors; and the `streams` of lost workers that it has copies of."""
 
 
 def gather_amendments(group: dist.ProcessGroup, holdings: Holdings | None) -> Said:
@@ -35,8 +35,12 @@ def gather_amendments(group: dist.ProcessGroup, holdings: Holdings | None) -> Sa
         RuntimeError: a worker was lost.
     """
     if holdings is None:
-        return gather_json(group, {"amendments": {}, "has_values": False})
-    return gather_json(group, {"amendments": holdings.amendments.to_json(), "has_values": holdings.has_values})
+        return gather_json(group, {"amendments": {}, "has_values": False, "streams": []})
+    return gather_json(group, {
+        "amendments": holdings.amendments.to_json(),
+        "has_values": holdings.has_values or holdings.rescued.has_parameter_values,
+        "streams": holdings.rescued.streams,
+    })
 
 
 def amend(state: TrainState | None, world: World | None, said: Said) -> tuple[ErrorKind, str] | None:

@@ -22,6 +22,7 @@ from etc_agent.integrations.native import TrainState
 from etc_agent.integrations.parameter_values import has_parameter_values
 from etc_agent.integrations.tensors import all_tensors, shard_of
 from etc_agent.state.layout import LogicalTensor, Shard
+from etc_agent.worker.change.state.rescued import NOTHING, Rescued
 
 _MOST_NAMES = 5
 
@@ -31,12 +32,14 @@ class Holdings:
     """`tensors`: every tensor of the state, including views of other tensors: this worker's shard of it -> the local
     plain tensor, which shares the live tensor's storage and is detached from autograd. `amendments`: what the script
     has changed since `build`. `changed_numbers`: plain numeric attributes that have changed, with old and new value.
-    `has_values`: whether the optimizer keeps Python values for some parameters."""
+    `has_values`: whether the optimizer keeps Python values for some parameters. `rescued`: what this worker gives in
+    place of workers that were lost."""
 
     tensors: Mapping[Shard, torch.Tensor]
     amendments: Amendments
     changed_numbers: Mapping[str, tuple[float | None, float]]
     has_values: bool
+    rescued: Rescued = NOTHING
 
     @classmethod
     def of(cls, state: TrainState) -> Holdings:

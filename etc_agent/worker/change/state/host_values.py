@@ -29,7 +29,7 @@ class HostValues:
     """The host state of all old ranks; equal on every worker.
 
     `step`: the first step of the new generation. `shared`: the state of the crew's first worker, which is old rank 0
-    unless that was lost; `own`: each old rank's own part, without those of ranks that were lost.
+    unless that was lost; `own`: each old rank's own part, without those of lost ranks of which there is no copy.
     `error`: why one of them could not be read from the script's objects, "" if all could. `arrived`: when this worker
     had received them (`time.perf_counter`); a worker that joins has waited until then.
     """
@@ -64,8 +64,13 @@ def share(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, 
     if value["has_own"]:
         with phases.phase("own_state"):
             said = {} if live is None else _read(lambda: own_state(live.state))
-            rows = zip(prepared.crew.old_ranks, gather_json(prepared.group, said), strict=True)
-            own = {rank: row for rank, row in rows if rank is not None}
+            if prepared.holdings is not None:
+                said["rescued"] = prepared.holdings.rescued.values
+            rows = gather_json(prepared.group, said)
+            own = {rank: row for rank, row in zip(prepared.crew.old_ranks, rows, strict=True) if rank is not None}
+            for row in rows:
+                for rank, state in row.get("rescued", {}).items():
+                    own[int(rank)] = {"state": state, "error": ""}
     error = next((said["error"] for said in (value, *own.values()) if said["error"]), "")
     parts = {rank: said["state"] for rank, said in own.items()}
     return HostValues(value["step"], value["state"], parts, error, arrived)
