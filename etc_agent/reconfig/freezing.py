@@ -26,7 +26,7 @@ def about_loss(
     agreement = loss.agreement
     if agreement is None or agreement.loss != loss.number or worker.started_for > committed.id:
         return None
-    return Agreed(loss.number, agreement.generation, agreement.step, agreement.ok)
+    return Agreed(loss.number, agreement.generation, agreement.step, agreement.ok, agreement.from_copies)
 
 
 def frozen_here(
@@ -57,6 +57,7 @@ def frozen_here(
         loss.number, furthest.generation, furthest.step, furthest.ok,
         completed=next_id if has_completed else 0,
         broken=next((answer.broken for answer in answers if answer.broken), ""),
+        copied=min((answer.copied for answer in answers if answer.generation == committed.id), default=-1),
     )
 
 

@@ -198,7 +198,8 @@ class NodeFrozen(_Json):
     """What the surviving workers of one node answered to `Freeze` number `loss`, once all of them have.
 
     `generation`, `step`, `ok`: of the worker that is furthest. `completed`: the generation that every worker of the
-    node is in or can still enter, 0: none. `broken`: why a worker's state cannot be continued, "" normally.
+    node is in or can still enter, 0: none. `broken`: why a worker's state cannot be continued, "" normally. `copied`:
+    the step of the newest copy set that is complete on every worker of the committed generation, -1 for none.
     """
 
     loss: int
@@ -207,6 +208,7 @@ class NodeFrozen(_Json):
     ok: bool = True
     completed: int = 0
     broken: str = ""
+    copied: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,7 @@ class Agreement(_Json):
     step: int
     ok: bool = True
     loss: int = 0
+    from_copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from etc_agent.control.causes import ErrorKind
+from etc_agent.control.redundancy import Scheme
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.planner.choose import NoConfigError
@@ -18,11 +19,15 @@ from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed, roles_of, store_on
 from etc_agent.reconfig.given_up import with_refusal
 from etc_agent.reconfig.losses import Lost, can_continue, instead, look, survivors, trigger_of
+from etc_agent.reconfig.outlook import held_with_copies
 from etc_agent.reconfig.proposals import commit, withdraw
 from etc_agent.reconfig.records import Ack, Agreement, Loss, NodeFrozen, Outcome, Phase, Refusal, first_refusal
 from etc_agent.reconfig.replicas import unheld
 from etc_agent.reconfig.room import find_room
+from etc_agent.reconfig.sizing import NotDescribed
 from etc_agent.reconfig.view import Decision, View, Wait, Write
+
+_UNDESCRIBED = "no worker could tell a layout within {:g} s (timeouts.prepare_s)"
 
 
 def handle(view: View, committed: Generation, acks: list[Ack]) -> Decision | None:
@@ -93,10 +98,28 @@ def _obstacle(view: View, committed: Generation, slots: tuple[str, ...]) -> str 
     layout = view.descriptions.get(committed.config)
     if layout is None or isinstance(layout, str) or view.current.phase is Phase.ARMED:
         return None
-    lost = [rank for rank, slot in enumerate(committed.placement) if str(slot) in slots]
-    if (name := unheld(layout, lost, view.backup)) is None:
-        return None
-    return f"nobody else holds {name} of {committed.config}"
+    name = unheld(layout, _ranks(committed, slots))
+    if name is not None and view.policy.redundancy.scheme is not Scheme.NONE:
+        name = unheld(held_with_copies(layout, committed, view.policy.redundancy), _ranks(committed, slots))
+    return f"nobody else holds {name} of {committed.config}" if name is not None else None
+
+
+def _needs_copies(view: View, committed: Generation, slots: tuple[str, ...]) -> bool:
+    """Whether only copies are left of what the workers in `slots` held.
+
+    Raises:
+        NotDescribed: a layout has to be asked for first.
+    """
+    if view.policy.redundancy.scheme is Scheme.NONE:
+        return False
+    layout = view.descriptions.get(committed.config)
+    if layout is None or isinstance(layout, str):
+        raise NotDescribed(committed.config)
+    return unheld(layout, _ranks(committed, slots)) is not None
+
+
+def _ranks(committed: Generation, slots: tuple[str, ...]) -> list[int]:
+    return [rank for rank, slot in enumerate(committed.placement) if str(slot) in slots]
 
 
 def _instead(view: View, committed: Generation, acks: list[Ack], lost: Lost, why: str) -> Decision:
@@ -141,7 +164,18 @@ def _agree(view: View, committed: Generation, proposed: Generation | None, loss:
             return _give_up(view, committed, loss, why)
         return _enter(view, committed, proposed, loss, given)
     agreement = loss.agreement
-    if agreement is None:
+    try:
+        goes_back = (agreement is not None and agreement.from_copies) or _needs_copies(view, committed, loss.slots)
+    except NotDescribed:
+        if view.phase_s >= view.policy.prepare_s:
+            return _give_up(view, committed, loss, _UNDESCRIBED.format(view.policy.prepare_s))
+        raise
+    if goes_back:
+        copied = min((answer.copied for answer in given if answer.generation == committed.id), default=-1)
+        if copied < 0:
+            return _give_up(view, committed, loss, "only copies could replace what was lost, and none are complete yet")
+        agreement = Agreement(committed.id, copied, from_copies=True)
+    elif agreement is None:
         furthest = max(given, key=lambda answer: answer.step)
         agreement = Agreement(committed.id, furthest.step, furthest.ok)
     agreed = replace(loss, agreement=replace(agreement, loss=loss.number))
@@ -201,8 +235,7 @@ def _propose(view: View, committed: Generation, loss: Loss, acks: list[Ack]) -> 
             return end(view, Outcome.FAILED, 1, why)
         return Wait(policy.below_min_s - view.phase_s, f"the state is kept in memory and no step is run: {here}")
     if view.phase_s >= policy.prepare_s:
-        limit = f"{policy.prepare_s:g} s (timeouts.prepare_s)"
-        return _give_up(view, committed, loss, f"no worker could tell a layout within {limit}")
+        return _give_up(view, committed, loss, _UNDESCRIBED.format(policy.prepare_s))
     try:
         room = find_room(view, committed)
     except NoConfigError as error:
@@ -213,7 +246,7 @@ def _propose(view: View, committed: Generation, loss: Loss, acks: list[Ack]) -> 
     lost = tuple(slot for slot in committed.placement if str(slot) in loss.slots)
     generation = Generation(
         view.current.next_id, room.config, placement, store_on(view, placement[0].node),
-        previous=committed.id, reason=f"{loss.why}; {room.described(placement)}",
+        previous=committed.id, reason=f"{loss.why}; {room.described(placement)}{_from_where(loss)}",
         roles=roles_of(view, placement), lost=lost, trigger=trigger_of(view, loss.slots),
     )
     current = replace(
@@ -221,6 +254,12 @@ def _propose(view: View, committed: Generation, loss: Loss, acks: list[Ack]) -> 
         loss=_timed(view, loss, "decide"),
     )
     return Write(current, generation=generation)
+
+
+def _from_where(loss: Loss) -> str:
+    """For people, where the survivors go back further than the step that was under way."""
+    agreement = loss.agreement
+    return f", from the copies of step {agreement.step}" if agreement is not None and agreement.from_copies else ""
 
 
 def _follow(view: View, committed: Generation, proposed: Generation, loss: Loss, acks: list[Ack]) -> Decision:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from etc_agent.state.algebra import subtract_all
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout
 
-Backup = Callable[[frozenset[int]], frozenset[int]]
-"""From the lost ranks to those of them whose state can be restored from copies in the memory of survivors."""
 
-
-def no_backup(_: frozenset[int]) -> frozenset[int]:
-    """Without redundancy nothing can be restored from copies."""
-    return frozenset()
-
-
-def unheld(layout: Layout, lost: Collection[int], backup: Backup = no_backup) -> str | None:
+def unheld(layout: Layout, lost: Collection[int]) -> str | None:
     """A tensor of which nobody holds a part any more once the workers of the `lost` ranks are gone; None where
-    survivors hold all of it."""
+    survivors hold all of it. `layout`: rank -> what it holds, copies of others' parts included where those count."""
     gone = frozenset(lost)
-    needed = gone - backup(gone)
-    names = {shard.tensor.name for rank in needed for shard in layout[rank]}
+    names = {shard.tensor.name for rank in gone for shard in layout[rank]}
     held: dict[str, set[Box]] = {}
     for rank, manifest in enumerate(layout):
         if rank not in gone:
@@ -30,7 +21,7 @@ def unheld(layout: Layout, lost: Collection[int], backup: Backup = no_backup) ->
                 if shard.tensor.name in names:
                     held.setdefault(shard.tensor.name, set()).add(shard.box)
     seen: set[tuple[str, Box]] = set()
-    for rank in sorted(needed):
+    for rank in sorted(gone):
         for shard in layout[rank]:
             name, box = shard.tensor.name, shard.box
             if (name, box) in seen:

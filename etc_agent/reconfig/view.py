@@ -11,7 +11,6 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Topology
 from etc_agent.reconfig.controls import Order
 from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, NodeState, Reply, Request
-from etc_agent.reconfig.replicas import Backup, no_backup
 from etc_agent.state.layout import Layout
 
 
@@ -76,8 +75,7 @@ class View:
     of its own. `alive_s`: node that is gone from etcd -> since its agent last said, asked directly, that it still has
     workers. `cleared`: node -> that field of its record, for every node that was ever present. `testified`: nodes that
     are gone and whose workers have ended according to their `Testimony`.
-    `stop`: an administrator's order to end the job, if there is one. `backup`: which lost ranks can
-    be restored from copies that survivors keep.
+    `stop`: an administrator's order to end the job, if there is one.
     """
 
     policy: Policy
@@ -98,7 +96,6 @@ class View:
     undescribed: Mapping[ParallelConfig, str] = field(default_factory=dict)
     alive_s: Mapping[str, float] = field(default_factory=dict)
     cleared: Mapping[str, int] = field(default_factory=dict)
-    backup: Backup = no_backup
     stop: Order | None = None
     testified: frozenset[str] = frozenset()
 

@@ -9,6 +9,7 @@ from jobs import ELASTIC, started
 
 from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import Freeze, PeerLost
+from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
@@ -16,6 +17,7 @@ from etc_agent.reconfig.view import Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 STAGES = Policy(1, 2, num_slots=2, initial=ParallelConfig(pp=2, dp=2))
+WITH_COPIES = Policy(1, 1, num_slots=2, initial=ParallelConfig(pp=2), redundancy=Redundancy(Scheme.PEER))
 
 
 def killed(slot: str) -> Failure:
@@ -115,12 +117,64 @@ def test_without_a_replica_and_without_a_known_layout_the_survivors_are_asked_fi
 
 
 def test_what_redundancy_can_restore_is_no_obstacle() -> None:
-    cluster = started(Policy(1, 1, num_slots=2, initial=ParallelConfig(pp=2)), "a", backup=lambda lost: lost)
+    cluster = started(WITH_COPIES, "a", copied=4)
     cluster.is_quiet = False
     kill(cluster, "a", 1)
     cluster.run()
     assert not cluster.committed.is_fresh
     assert cluster.committed.placement == (Slot("a", 0),)
+    assert cluster.gone_back == [4]
+    assert cluster.agreed == [(1, 4, True)]
+    assert cluster.committed.reason.endswith("; the survivors go on, from the copies of step 4")
+
+
+def test_without_a_complete_copy_set_all_workers_are_restarted() -> None:
+    cluster = started(replace(WITH_COPIES, max_restarts=1), "a")
+    kill(cluster, "a", 1)
+    cluster.run()
+    assert cluster.committed.is_fresh
+    assert cluster.committed.reason.endswith("only copies could replace what was lost, and none are complete yet")
+
+
+def test_with_redundancy_the_layout_is_known_before_anything_is_agreed_on() -> None:
+    cluster = started(WITH_COPIES, "a", copied=4)
+    cluster.is_quiet = False
+    cluster.descriptions.clear()
+    kill(cluster, "a", 1)
+    cluster.run()
+    assert cluster.gone_back == [4]
+    assert not cluster.committed.is_fresh
+
+
+def test_where_a_replica_lives_nobody_goes_back() -> None:
+    cluster = started(replace(STAGES, redundancy=Redundancy(Scheme.PEER)), "a", "b", copied=4)
+    cluster.is_quiet = False
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.gone_back == []
+    assert cluster.agreed == [(1, 7, True)] * 3
+
+
+def test_a_second_loss_that_takes_the_last_replica_sends_all_back_although_they_had_agreed_otherwise() -> None:
+    policy = replace(STAGES, max_nodes=3, num_slots=2, redundancy=Redundancy(Scheme.PEER))
+    cluster = started(policy, "a", "b", "c", copied=4)
+    cluster.is_quiet = False
+    first, second = (str(slot) for slot in cluster.committed.placement[2:])
+    cluster.is_slow = True
+    kill(cluster, *_of(first))
+    cluster.run()
+    assert cluster.agreed
+    assert cluster.gone_back == []
+    kill(cluster, *_of(second))
+    cluster.is_slow = False
+    cluster.run()
+    assert set(cluster.gone_back) == {4}
+    assert not cluster.committed.is_fresh
+
+
+def _of(slot: str) -> tuple[str, int]:
+    parsed = Slot.parse(slot)
+    return parsed.node, parsed.index
 
 
 def test_a_worker_that_raises_is_the_jobs_failure_unless_it_is_to_be_replaced() -> None:

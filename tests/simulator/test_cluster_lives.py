@@ -9,6 +9,7 @@ import pytest
 from test_cluster_fencing import FENCING, OnceWorld, once, policy
 
 from etc_agent.control.causes import ErrorKind
+from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.view import Decision, View
@@ -25,7 +26,9 @@ def world(random: Random, kind: type[World] = World, **rules: object) -> World:
     impossible = {config: "the model has no such config" for config in CONFIGS if random.random() < 0.2}
     in_session = random.random() < 0.7
     model = Model(in_session, impossible if in_session else {}, stop_s=random.choice((0.0, 0.5, 3.0)))
-    return kind(policy(*random.choice(NUM_NODES)), FENCING, model, **rules)  # type: ignore[arg-type]
+    redundancy = Redundancy(random.choice(list(Scheme)))
+    rules_of_job = replace(policy(*random.choice(NUM_NODES)), redundancy=redundancy)
+    return kind(rules_of_job, FENCING, model, **rules)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 12) for first in range(0, 36, 12)], ids=str)

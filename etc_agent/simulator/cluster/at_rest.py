@@ -42,7 +42,6 @@ from etc_agent.reconfig.records import (
     Reply,
     Request,
 )
-from etc_agent.reconfig.replicas import Backup, no_backup
 from etc_agent.reconfig.view import Describe, Foresee, Policy, View, Wait, Write, is_used, store_of, uncleared
 from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.simulator.cluster.workers import layout_of
@@ -87,9 +86,10 @@ class Cluster:
     completed: int = 0
     is_deaf: bool = False
     broken: str = ""
+    copied: int = -1
     has_first_step: bool = True
-    backup: Backup = no_backup
     agreed: list[tuple[int, int, bool]] = field(default_factory=list)
+    gone_back: list[int] = field(default_factory=list)
 
     # ---- what happens to a job --------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Cluster:
         return View(
             self.policy, tuple(self.nodes.values()), self.current, self.generations, self.acks, self.scale, self.drains,
             self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s, self.connected_s, self.absent_s,
-            self.refused_s, self.undescribed, backup=self.backup,
+            self.refused_s, self.undescribed,
         )
 
     def run(self, limit: int = 200) -> None:
@@ -277,10 +277,11 @@ class Cluster:
                 )
             case Freeze(loss) if not self.is_deaf:
                 generation = _in_force(worker, self.generations)
-                frozen = Frozen(loss, generation, self.step, completed=self.completed, broken=self.broken)
+                frozen = Frozen(loss, generation, self.step, True, self.completed, self.broken, self.copied)
                 return replace(worker, frozen={**worker.frozen, loss: frozen})
             case Agreed():
                 self.agreed.append((message.generation, message.step, message.ok))
+                self.gone_back += [message.step] if message.from_copies else []
                 if worker.started_for == message.generation or message.generation in worker.switched:
                     return worker
                 switched = Switched(message.generation, message.step, {}, 1, 1, 1)

@@ -57,6 +57,10 @@ class Model:
         return self.impossible.get(str(config)) or layout_of(config)
 
 
+_COPIES_EVERY = 4
+"""Steps from one copy set to the next."""
+
+
 class Contradiction(AssertionError):
     """Survivors of a loss were told to continue from something that one of them cannot continue from."""
 
@@ -65,8 +69,9 @@ class Contradiction(AssertionError):
 class Worker:
     """One process. `generation`: the one in which it trains, 0 while it waits to join one. `step`: the next one there.
     `armed`: the one to which it may switch. `completed`: the one to which it may still switch although it is frozen.
-    `is_latched`: it is frozen, and takes part in no vote before it is in another generation. `ends_at`: when it will
-    have ended, after it was told to stop."""
+    `is_latched`: it is frozen, and takes part in no vote before it is in another generation. `began`: the first step of
+    its generation; `gone_back`: the step to which it has gone back there, None where it has not. `ends_at`: when it
+    will have ended, after it was told to stop."""
 
     view: WorkerView
     generation: int = 0
@@ -74,6 +79,8 @@ class Worker:
     armed: int = 0
     completed: int = 0
     is_latched: bool = False
+    began: int = 0
+    gone_back: int | None = None
     ends_at: float = float("inf")
 
     @classmethod
@@ -108,7 +115,7 @@ class Worker:
 
     def freeze(self, loss: int) -> None:
         self.is_latched = True
-        answer = Frozen(loss, self.generation, self.step, completed=self.completed)
+        answer = Frozen(loss, self.generation, self.step, completed=self.completed, copied=self.copied)
         self.view = replace(self.view, frozen={**self.view.frozen, loss: answer})
 
     def agree(self, agreed: Agreed) -> None:
@@ -122,10 +129,22 @@ class Worker:
                 raise Contradiction(f"in {self.generation}, completed {self.completed}, told {agreed}")
             self.enter(agreed.generation, agreed.step)
             self.is_latched = True
-        if not agreed.step - 1 <= self.step <= agreed.step:
+        if agreed.from_copies:
+            if agreed.step < 0 or agreed.step not in (self.copied, self.copied - _COPIES_EVERY):
+                raise Contradiction(f"the newest copies are of step {self.copied}, told {agreed}")
+            self.gone_back = self.copied
+        elif not agreed.step - 1 <= self.step <= agreed.step:
             raise Contradiction(f"at step {self.step}, told {agreed}")
         self.step = agreed.step
         self.armed = 0
+
+    @property
+    def copied(self) -> int:
+        """The step of the newest complete copy set, -1 for none. Workers may differ by one set."""
+        if self.gone_back is not None:
+            return self.gone_back
+        newest = self.step // _COPIES_EVERY * _COPIES_EVERY - _COPIES_EVERY
+        return newest if self.generation and newest >= self.began else -1
 
     def lose_peer(self) -> None:
         """An operation with its peers has failed."""
@@ -151,6 +170,7 @@ class Worker:
     def enter(self, generation: int, step: int) -> None:
         """It is past the vote of the change to `generation`."""
         self.generation, self.step, self.armed, self.completed, self.is_latched = generation, step, 0, 0, False
+        self.began, self.gone_back = step, None
         switched = {**self.view.switched, generation: Switched(generation, step, {"migrate": 1.0}, 1, 1, 1)}
         self.view = replace(self.view, switched=switched)
 
