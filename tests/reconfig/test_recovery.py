@@ -172,6 +172,16 @@ def test_a_second_loss_that_takes_the_last_replica_sends_all_back_although_they_
     assert not cluster.committed.is_fresh
 
 
+def test_an_owner_that_is_lost_with_its_keeper_is_a_restart() -> None:
+    policy = replace(STAGES, initial=ParallelConfig(pp=4), redundancy=Redundancy(Scheme.PEER), max_restarts=1)
+    cluster = started(policy, "a", "b", copied=4)
+    kill(cluster, "a", 0)
+    kill(cluster, "b", 0)
+    cluster.run()
+    assert cluster.committed.is_fresh
+    assert "nobody else holds w of PP4TP1DP1" in cluster.committed.reason
+
+
 def _of(slot: str) -> tuple[str, int]:
     parsed = Slot.parse(slot)
     return parsed.node, parsed.index

@@ -42,6 +42,7 @@ from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.worker.change import change as change_module
 from etc_agent.worker.change.attempt import Attempt
+from etc_agent.worker.redundancy import copier as copier_module
 from etc_agent.worker.vote import Vote
 
 OPTIONS = GptOptions(
@@ -51,7 +52,7 @@ OPTIONS = GptOptions(
 WIDTH = 12
 STEP_POINTS = (
     "begin", "forward", "backward", "reduction", "before_vote", "in_vote", "after_vote", "in_optimizer", "applied",
-    "safe_point",
+    "safe_point", "in_copies",
 )
 CHANGE_POINTS = ("prepare", "prepared", "begin", "midway", "before_commit", "after_commit")
 
@@ -153,7 +154,7 @@ FATE = Fate()
 def install_hooks() -> None:
     """Put `FATE` into the vote, the sum of gradients, and the parts of a change."""
     cast, to_begin, to_commit = Vote.cast, Attempt.vote_to_begin, Attempt.vote_to_commit
-    prepare, sum_bucket = change_module.prepare, gradients._sum_bucket
+    prepare, sum_bucket, exchange = change_module.prepare, gradients._sum_bucket, copier_module.exchange
 
     def mortal_cast(self: Any, *ballot: Any) -> Any:
         if not FATE.is_voting:
@@ -203,6 +204,15 @@ def install_hooks() -> None:
         FATE.in_change("after_commit")
         return committed
 
+    def mortal_send(*arguments: Any, **options: Any) -> Any:
+        if FATE.meets("in_copies"):
+            group, keeper, copies = arguments
+            header = torch.tensor([copies.number, len(copies.own_values)])
+            group.send([header], keeper, 0).wait()
+            FATE.at("in_copies")
+        return exchange(*arguments, **options)
+
+    copier_module.exchange = mortal_send
     Vote.cast = mortal_cast  # type: ignore[method-assign]
     change_module.prepare = mortal_prepare
     Attempt.vote_to_begin, Attempt.vote_to_commit = mortal_begin, mortal_commit  # type: ignore[method-assign]

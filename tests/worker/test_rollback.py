@@ -21,11 +21,11 @@ def slot(index: int) -> Slot:
     return Slot(NODE, index)
 
 
-def job_with_copies(folder: Path, model: str) -> MiniAgent:
+def job_with_copies(folder: Path, model: str, every: int = 3) -> MiniAgent:
     folder.mkdir()
     return MiniAgent(
         folder, pause_s=0.02, verify=False, job="injected_job", fault={"model": model},
-        environment={REDUNDANCY_VARIABLE: "peer:3"},
+        environment={REDUNDANCY_VARIABLE: f"peer:{every}"},
     )
 
 
@@ -49,10 +49,9 @@ def die(agent: MiniAgent, death: Death) -> None:
     agent.await_death(agent.generation.placement[death.who])
 
 
-def applied(lines: list[Line], going_back_to: list[int]) -> list[Line]:
-    """What counts in the end. Generation 1 + i is left at step ``going_back_to[i]``: later steps of it ran in vain."""
-    ends = dict(enumerate(going_back_to, 1))
-    return [line for line in lines if line["step"] < ends.get(line["generation"], line["step"] + 1)]
+def applied(lines: list[Line], back_to: int) -> list[Line]:
+    """What counts in the end: later steps of generation 1 than `back_to` ran in vain."""
+    return [line for line in lines if line["generation"] > 1 or line["step"] < back_to]
 
 
 @pytest.mark.parametrize(
@@ -73,11 +72,39 @@ def test_all_ranks_go_back_to_one_step_and_train_on_as_if_nothing_had_happened(
         died = agent.steps()[-1]["step"]
         agreed = agent.agree_on_copies(agent.freeze())
         agent.recover(after, tuple(map(slot, placement)))
-        last = agent.last_step_in(15)
-        assert set(agent.finish().values()) == {0}
-        found = lines_of(agent.directory)
-    assert agreed.step <= died
-    lines = applied(found, [agreed.step])
+        assert agreed.step <= died
+        ends_as_if_undisturbed(agent, agreed.step, tmp_path / "replay", model)
+
+
+def ends_as_if_undisturbed(agent: MiniAgent, back_to: int, folder: Path, model: str) -> None:
+    last = agent.last_step_in(15)
+    assert set(agent.finish().values()) == {0}
+    lines = applied(lines_of(agent.directory), back_to)
     assert {line["step"] for line in lines} == set(range(last + 1))
-    undisturbed = replay(tmp_path / "replay", legs_of(lines), last, {"model": model})
-    assert differences(lines, undisturbed, set()) == []
+    assert differences(lines, replay(folder, legs_of(lines), last, {"model": model}), set()) == []
+
+
+def test_a_worker_that_dies_while_it_sends_its_copy_leaves_the_set_before_it(tmp_path: Path) -> None:
+    with job_with_copies(tmp_path / "job", "gpt", every=1) as agent:
+        agent.start("PP3")
+        await_copies(agent)
+        die(agent, Death(1, "in_copies"))
+        frozen = agent.freeze()
+        assert max(answer.step for answer in frozen.values()) > min(answer.copied for answer in frozen.values())
+        agreed = agent.agree_on_copies(frozen)
+        agent.recover("PP2")
+        ends_as_if_undisturbed(agent, agreed.step, tmp_path / "replay", "gpt")
+
+
+def test_another_loss_before_the_recovery_sends_all_back_again(tmp_path: Path) -> None:
+    with job_with_copies(tmp_path / "job", "gpt") as agent:
+        agent.start("PP2TP2")
+        await_copies(agent)
+        die(agent, Death(1, "before_vote"))
+        agent.agree_on_copies(agent.freeze())
+        agent.prepare("PP3", (slot(0), slot(2), slot(3)))
+        # Each copy is with the next worker, so that of both lost ones there are some.
+        agent.kill(slot(3))
+        agreed = agent.agree_on_copies(agent.freeze())
+        agent.recover("PP2")
+        ends_as_if_undisturbed(agent, agreed.step, tmp_path / "replay", "gpt")
