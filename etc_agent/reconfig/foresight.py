@@ -10,8 +10,8 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.reconfig.losses import can_continue
+from etc_agent.reconfig.outlook import unheld_with_copies
 from etc_agent.reconfig.records import Loss
-from etc_agent.reconfig.replicas import unheld
 from etc_agent.reconfig.room import find_room
 from etc_agent.reconfig.sizing import NotDescribed
 from etc_agent.reconfig.view import Foresee, View, Wait
@@ -29,7 +29,8 @@ def foresee(view: View, committed: Generation, wait: Wait) -> Foresee | Wait:
         config = _needed(after, committed)
         if config is None or config in wanted or isinstance(layout, str):
             continue
-        if unheld(layout, [committed.placement.index(slot) for slot in lost], view.backup) is None:
+        ranks = [committed.placement.index(slot) for slot in lost]
+        if unheld_with_copies(layout, committed, view.policy.redundancy, ranks) is None:
             wanted[config] = None
     return Foresee(tuple(wanted), wait) if wanted else wait
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Self
 
 from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.generation import Generation
 from etc_agent.planner.keepers import Survival, peer_copies, survival, with_copies
+from etc_agent.reconfig.replicas import unheld
 from etc_agent.state.layout import Layout
 
 
@@ -22,6 +24,16 @@ def held_with_copies(layout: Layout, generation: Generation, redundancy: Redunda
     if redundancy.scheme is Scheme.NONE:
         return layout
     return with_copies(layout, peer_copies(layout, node_numbers(generation)))
+
+
+def unheld_with_copies(
+    layout: Layout, generation: Generation, redundancy: Redundancy, lost: Collection[int]
+) -> str | None:
+    """As `replicas.unheld`, where the copies that survivors keep count as held, too."""
+    name = unheld(layout, lost)
+    if name is None or redundancy.scheme is Scheme.NONE:
+        return name
+    return unheld(held_with_copies(layout, generation, redundancy), lost)
 
 
 @dataclass(frozen=True, slots=True)

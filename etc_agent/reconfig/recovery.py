@@ -19,7 +19,7 @@ from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed, roles_of, store_on
 from etc_agent.reconfig.given_up import with_refusal
 from etc_agent.reconfig.losses import Lost, can_continue, instead, look, survivors, trigger_of
-from etc_agent.reconfig.outlook import held_with_copies
+from etc_agent.reconfig.outlook import unheld_with_copies
 from etc_agent.reconfig.proposals import commit, withdraw
 from etc_agent.reconfig.records import Ack, Agreement, Loss, NodeFrozen, Outcome, Phase, Refusal, first_refusal
 from etc_agent.reconfig.replicas import unheld
@@ -98,9 +98,7 @@ def _obstacle(view: View, committed: Generation, slots: tuple[str, ...]) -> str 
     layout = view.descriptions.get(committed.config)
     if layout is None or isinstance(layout, str) or view.current.phase is Phase.ARMED:
         return None
-    name = unheld(layout, _ranks(committed, slots))
-    if name is not None and view.policy.redundancy.scheme is not Scheme.NONE:
-        name = unheld(held_with_copies(layout, committed, view.policy.redundancy), _ranks(committed, slots))
+    name = unheld_with_copies(layout, committed, view.policy.redundancy, _ranks(committed, slots))
     return f"nobody else holds {name} of {committed.config}" if name is not None else None
 
 
