@@ -20,6 +20,7 @@ import etc_agent as etc
 from etc_agent.integrations.json_values import decode
 from etc_agent.integrations.tensors import named_tensors
 from etc_agent.parallel.config import Coordinate
+from etc_agent.worker.redundancy import copier as copier_module
 from etc_agent.worker.redundancy.copier import BUSY, Copier
 from etc_agent.worker.redundancy.copy_set import ChangedError, CopySet
 from etc_agent.worker.world.connections import Connections
@@ -206,3 +207,15 @@ def test_where_every_box_has_a_replica_no_memory_and_no_time_is_spent() -> None:
             running.advance()
         assert running.complete() == {-1}
         assert {worker.copier.ballot for worker in running.workers} == {BUSY}
+
+
+def test_without_memory_for_copies_on_one_worker_none_are_made_and_the_reason_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(copier_module, "free_bytes", lambda device: 1000)
+    with job([0, 1], every=1) as running:
+        running.until(lambda: "bytes of host memory for them and has 1,000 free" in caplog.text, "the reason")
+        for _ in range(20):
+            running.advance()
+        assert running.complete() == {-1}
+        assert [record.levelname for record in caplog.records] == ["ERROR"]

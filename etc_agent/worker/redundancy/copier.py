@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.train_state import TrainState
+from etc_agent.migration.modes import free_bytes
 from etc_agent.parallel.config import Coordinate
 from etc_agent.state.layout import Manifest
+from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.redundancy.copy_set import ChangedError, CopySet, held_now
 from etc_agent.worker.redundancy.exchange import CopyPlan, exchange, make_plan
 from etc_agent.worker.redundancy.layout import OwnLayout, Places
@@ -33,6 +35,8 @@ CHANGED: Final = -1
 """In a vote: a rank holds other shards than planned, so all plan again."""
 BUSY: Final = 0
 """In a vote: a rank is planning or exchanging. Greater numbers: ready for the copy set of that number."""
+_NUM_SETS: Final = 2
+"""One complete, one being made."""
 _CLOSE_S = 3.0
 
 
@@ -192,16 +196,36 @@ class Copier:
             # A set that not all ranks have completed is of no use to any.
             self._complete = [each for each in self._complete if each.number <= plan.newest]
             self._free = []
-        self._layouts = plan.layouts(self._rank)
-        with self._lock:
-            self._free = [CopySet.allocate(*self._layouts, self._device) for _ in range(2)]
-            num_bytes = sum(each.num_bytes for each in self._free)
+        num_bytes, problem = self._allocate(plan)
+        problems = [said for said in gather_json(group, problem) if said]
+        if problems:
+            with self._lock:
+                self._free = []
+            if self._rank == 0:
+                _log.error("no copies of the state are made: %s", problems[0])
+            return
         if self._rank == 0:
             _log.warning(
                 "copies of the state are made every %d steps, in %s bytes of this worker's host memory: %s",
                 self._every, f"{num_bytes:,}", plan.in_words(),
             )
         self._set_ballot(plan.newest + 1, num_plans=1)
+
+    def _allocate(self, plan: CopyPlan) -> tuple[int, str]:
+        """Allocate the buffers of two copy sets. Returns their bytes, and why there is no memory for them, if so."""
+        own, kept = self._layouts = plan.layouts(self._rank)
+        num_bytes = _NUM_SETS * (own.num_bytes + sum(places.num_bytes for places in kept.values()))
+        free = free_bytes(torch.device("cpu")) // plan.nodes.count(self._node)
+        if num_bytes > free:
+            needed = f"rank {self._rank} needs {num_bytes:,} bytes of host memory for them"
+            return num_bytes, f"{needed} and has {free:,} free"
+        try:
+            sets = [CopySet.allocate(own, kept, self._device) for _ in range(_NUM_SETS)]
+        except RuntimeError as error:
+            return num_bytes, f"rank {self._rank} cannot allocate {num_bytes:,} bytes for them: {one_line(error)}"
+        with self._lock:
+            self._free = sets
+        return num_bytes, ""
 
     def _complete_set(self, group: dist.ProcessGroup, order: _Exchange) -> None:
         assert self.plan is not None
