@@ -8,7 +8,7 @@ it takes place exactly at their end. ``gate-<step>`` appears in FOLDER when the 
 
 Each rank writes a JSON line per step that was applied: its place, a hash of its state before the step, and what it
 trained on. A file ``die-<step>.json`` in FOLDER makes a rank die in that step, ``die-change.json`` a worker in the next
-change (see `Death`).
+change, ``die-copies.json`` a rank that has begun to send its copy (see `Death`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OPTIONS = GptOptions(
 WIDTH = 12
 STEP_POINTS = (
     "begin", "forward", "backward", "reduction", "before_vote", "in_vote", "after_vote", "in_optimizer", "applied",
-    "safe_point", "in_copies",
+    "safe_point",
 )
 CHANGE_POINTS = ("prepare", "prepared", "begin", "midway", "before_commit", "after_commit")
 
@@ -73,9 +73,9 @@ class Death:
     stops: bool = False
     blind: list[int] = field(default_factory=list)
 
-    def write(self, folder: Path, step: int | None = None) -> None:
-        """Let it happen in `step`, or in the next change."""
-        path = folder / ("die-change.json" if step is None else f"die-{step}.json")
+    def write(self, folder: Path, step: int | str = "change") -> None:
+        """Let it happen in `step`, in the next "change", or while "copies" are sent."""
+        path = folder / f"die-{step}.json"
         path.with_suffix(".part").write_text(json.dumps(asdict(self)))
         path.with_suffix(".part").rename(path)
 
@@ -205,11 +205,14 @@ def install_hooks() -> None:
         return committed
 
     def mortal_send(*arguments: Any, **options: Any) -> Any:
-        if FATE.meets("in_copies"):
+        path = FATE.folder / "die-copies.json"
+        death = read(path)
+        if death is not None and death.who == FATE.rank:
             group, keeper, copies = arguments
             header = torch.tensor([copies.number, len(copies.own_values)])
             group.send([header], keeper, 0).wait()
-            FATE.at("in_copies")
+            path.unlink()
+            death.strike()
         return exchange(*arguments, **options)
 
     copier_module.exchange = mortal_send

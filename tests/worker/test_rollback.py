@@ -88,7 +88,8 @@ def test_a_worker_that_dies_while_it_sends_its_copy_leaves_the_set_before_it(tmp
     with job_with_copies(tmp_path / "job", "gpt", every=1) as agent:
         agent.start("PP3")
         await_copies(agent)
-        die(agent, Death(1, "in_copies"))
+        Death(1, "half sent").write(agent.directory, "copies")
+        agent.await_death(slot(1))
         frozen = agent.freeze()
         assert max(answer.step for answer in frozen.values()) > min(answer.copied for answer in frozen.values())
         agreed = agent.agree_on_copies(frozen)
