@@ -98,6 +98,8 @@ def _by_appearance(
             return _cut(view, acks, cause, described(view, cause))
         slots = tuple(sorted(_ended(failed)) or [cause.slot])
         return _counted(view, Lost(view.current, slots, described(view, cause)))
+    if loss is not None and (loss.agreement is None or loss.agreement.loss != loss.number):
+        return None  # all are being frozen, whatever they have noticed
     # Of a loss that is being handled these messages are known; a later generation's are new.
     new = [ack for ack in acks if loss is None or ack.generation > committed.id]
     told = first_refusal(ack.peer_lost for ack in new if ack.peer_lost)

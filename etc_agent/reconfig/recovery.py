@@ -46,7 +46,7 @@ def _begin(view: View, committed: Generation, acks: list[Ack], lost: Lost) -> De
     of one that is armed, the survivors say what became of it."""
     current, before = lost.current, lost.current.loss
     slots = tuple(sorted({*lost.slots, *(before.slots if before else ())}))
-    why = f"{before.why}; {lost.why}" if before else lost.why
+    why = f"{before.why}; {lost.why}" if before and lost.why not in before.why else lost.why
     everything = Lost(current, slots, why)
     if obstacle := _obstacle(view, committed, slots):
         return _instead(view, committed, acks, everything, obstacle)

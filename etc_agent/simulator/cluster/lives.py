@@ -62,6 +62,7 @@ class Life:
         if world.etcd.records.paused:
             world.etcd.change(paused=False)
         world.model.refusing, world.model.votes_down, world.model.is_slow = "", "", False
+        world.torn_after = None
         for agent in world.agents.values():
             agent.is_frozen, agent.renewal_s = False, 0.0
             for worker in agent.workers.values():
@@ -79,7 +80,9 @@ class Life:
             self._a_node_joins, self._a_host_dies, self._a_node_drains, self._a_size_is_asked_for,
             self._two_nodes_are_split, self._two_nodes_are_split, self._a_node_loses_etcd, self._a_node_loses_etcd,
             self._a_node_loses_etcd, self._the_network_is_mended, self._an_agent_freezes_or_goes_on,
-            self._etcd_goes_or_comes, self._renewals_become_slow, self._a_worker_fails, self._workers_change_their_mind,
+            self._etcd_goes_or_comes, self._renewals_become_slow, self._workers_change_their_mind,
+            self._a_worker_fails, self._a_worker_dies, self._a_worker_dies, self._a_connection_breaks,
+            self._votes_are_torn_or_whole,
             self._the_job_is_paused_or_goes_on,
         ]
 
@@ -163,6 +166,33 @@ class Life:
             kind = self.random.choice([kind for kind in FailureKind if not kind.is_hang])
             self._tell(f"worker {name}/{index} fails: {kind}")
             self.world.agents[name].fail(index, kind)
+
+    def _a_worker_dies(self) -> None:
+        """It is killed in the midst of a vote, which some of the others see succeed."""
+        world, running = self.world, sorted(self.world.running())
+        if not running:
+            return
+        name, index = self.random.choice(running)
+        dead = world.agents[name].workers[index]
+        self._tell(f"worker {name}/{index} is killed")
+        world.agents[name].fail(index, FailureKind.KILLED)
+        for agent in world.agents.values():
+            for worker in agent.workers.values():
+                is_peer = worker.is_running and not worker.is_latched and worker.generation == dead.generation > 0
+                if is_peer and worker.view.in_session and self.random.random() < 0.3:
+                    worker.step = dead.step + 1
+
+    def _a_connection_breaks(self) -> None:
+        """Between two workers of the committed generation that both live."""
+        current = self.world.etcd.records.current
+        if current.committed and self.world.model.in_session:
+            self._tell(f"a connection of generation {current.committed} breaks")
+            self.world.broken.add(current.committed)
+
+    def _votes_are_torn_or_whole(self) -> None:
+        """From now on only some workers see the vote of a change succeed."""
+        self.world.torn_after = self.random.choice((None, None, 1, 2))
+        self._tell(f"votes are seen by {self.world.torn_after or 'all'}")
 
     def _workers_change_their_mind(self) -> None:
         model = self.world.model

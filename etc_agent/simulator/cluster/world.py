@@ -14,17 +14,24 @@ from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.fencing import Fencing, PeerStatus
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.records import Outcome
+from etc_agent.reconfig.replicas import unheld
 from etc_agent.reconfig.view import Decision, Policy, View
 from etc_agent.simulator.cluster.agent import Agent, FencingRule, rule
 from etc_agent.simulator.cluster.etcd import Etcd
-from etc_agent.simulator.cluster.workers import Model, Worker
+from etc_agent.simulator.cluster.workers import Model, Worker, layout_of
 
 TICK_S = 0.25
 ETCD = "etcd"
+_SAID = ("nobody else holds", "no worker has survived")
+"""What the leader says when it restarts all workers for want of a part of the state."""
 
 
 class TrainedAtOnce(AssertionError):
     """Two generations trained at the same moment."""
+
+
+class NeedlessRestart(AssertionError):
+    """All workers were restarted although the survivors of a loss held the whole state."""
 
 
 @dataclass
@@ -48,6 +55,7 @@ class World:
     torn_after: int | None = None
     etcd: Etcd = field(init=False)
     _num_lives: int = 0
+    _checked: int = 0
 
     def __post_init__(self) -> None:
         self.etcd = Etcd(self.fencing.ttl_s)
@@ -95,6 +103,7 @@ class World:
 
         Raises:
             TrainedAtOnce: two generations train at the same moment.
+            NeedlessRestart: all workers were restarted for want of a part of the state that a living worker holds.
         """
         end = self.now + seconds
         while self.now < end:
@@ -122,6 +131,22 @@ class World:
                 agent.leave()
                 del self.agents[agent.name]
         self._train()
+        self._check_restarts()
+
+    def _check_restarts(self) -> None:
+        generations, committed = self.etcd.records.generations, self.etcd.records.current.committed
+        if committed == self._checked or not generations[committed].is_fresh:
+            self._checked = committed
+            return
+        before, self._checked = generations.get(self._checked), committed
+        why = generations[committed].reason
+        if before is None or not self.model.in_session or not any(said in why for said in _SAID):
+            return
+        lost = [
+            rank for rank, slot in enumerate(before.placement) if not self._worker(before, slot.node, slot.index)
+        ]
+        if unheld(layout_of(before.config), lost) is None and self.agents.keys() >= set(before.nodes):
+            raise NeedlessRestart(f"{self.now:g} s: {why}, and only {lost} of generation {before.id} are gone")
 
     def _worker(self, generation: Generation, node: str, index: int) -> Worker | None:
         """The living worker of `generation` in that slot."""
