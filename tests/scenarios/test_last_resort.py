@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from running import TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_until
+from running import TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_for_workers, wait_until
 
+from etc_agent.rendezvous.private.server import EtcdServer
 from etc_agent.worker.checkpoints.folder import METADATA, check, is_complete, newest_first
 
 Cleanup = Callable[[EtcRun], EtcRun]
@@ -117,6 +118,30 @@ def test_sigterm_to_every_node_writes_a_checkpoint_of_the_last_step(tmp_path: Pa
             pass
     assert started.wait() == 143
     started.assert_nothing_left()
+    (path,) = newest_first(folder)
+    assert check(path).step == steps_of(log)[-1]["step"] + 1
+
+
+def test_two_nodes_that_are_told_to_leave_one_after_the_other_write_one_checkpoint_together(
+    tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
+) -> None:
+    folder, log = tmp_path / "saved", tmp_path / "log"
+    log.mkdir()
+    (tmp_path / "job.yaml").write_text("checkpoint: {folder: saved, every_s: 1000, on_stop: true}\n")
+    nodes = [
+        cleanup(EtcRun(
+            "--nnodes", "1:2", "--nproc-per-node", 1, "--rdzv-id", "job", "--etcd-endpoints", etcd_server.endpoint,
+            "--local-addr", f"127.0.0.{number}", "--config", tmp_path / "job.yaml", TINY_JOB, log, 100_000, 0.05,
+            cwd=tmp_path,
+        ))
+        for number in (2, 3)
+    ]
+    wait_for_workers(log, 2)
+    for started in nodes:
+        started.send(signal.SIGTERM)
+    codes = [started.wait() for started in nodes]
+    assert 143 in codes
+    assert set(codes) <= {0, 143}, "the first may have handed its state over before the second was told"
     (path,) = newest_first(folder)
     assert check(path).step == steps_of(log)[-1]["step"] + 1
 
