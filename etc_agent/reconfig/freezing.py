@@ -21,10 +21,14 @@ def about_loss(
     node: str, loss: Loss, committed: Generation, proposed: Generation | None, worker: WorkerView
 ) -> Freeze | Agreed | None:
     """What `worker` has to hear about a loss that it survives: to freeze, then what all have agreed on."""
+    agreement = loss.agreement
+    is_agreed = agreement is not None and agreement.loss == loss.number
+    joins = worker.started_for > committed.id
+    if joins and is_agreed:
+        return None  # started for the recovery, or has nothing that could be continued
     if loss.number not in worker.frozen:
         return Freeze(loss.number) if _survives(node, loss, committed, proposed, worker) else None
-    agreement = loss.agreement
-    if agreement is None or agreement.loss != loss.number or worker.started_for > committed.id:
+    if agreement is None or not is_agreed or joins:
         return None
     return Agreed(loss.number, agreement.generation, agreement.step, agreement.ok, agreement.from_copies)
 

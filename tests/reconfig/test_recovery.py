@@ -73,6 +73,8 @@ def test_a_warm_spare_takes_the_place_of_a_killed_worker_at_once() -> None:
     assert cluster.config == "PP2TP1DP2"
     assert Slot("c", 1) in cluster.committed.placement
     assert cluster.committed.reason.endswith("; the survivors go on with warm spares in c/1")
+    told = {kind for kind, _ in cluster.workers["c"][1].told}
+    assert Freeze.type not in told, "who joins for the recovery has nothing to freeze, and would end"
     cluster.assert_consistent()
 
 
