@@ -186,7 +186,7 @@ class MiniAgent:
         switched = {slot: self.hear(slot, Switched, generation=generation.id) for slot in everyone}
         for slot in everyone:
             if slot not in generation.placement:
-                self._see_off(slot)
+                self.see_off(slot)
             else:
                 self.send(slot, Committed(generation.id))
         self.generation = generation
@@ -197,7 +197,7 @@ class MiniAgent:
             self.send(slot, Withdrawn(generation.id, reason))
         for slot in everyone:
             if self.generation is not None and slot not in self.generation.placement:
-                self._see_off(slot)
+                self.see_off(slot)
 
     # -- a loss ----------------------------------------------------------------------------------------------------
 
@@ -234,8 +234,9 @@ class MiniAgent:
         for answer in frozen.values():
             assert not answer.broken or answer.completed == agreed.generation, answer.broken
         for slot, answer in frozen.items():
-            assert agreed.generation in (answer.generation, answer.completed), (agreed, answer)
-            self.send(slot, agreed)
+            if answer.generation or answer.completed == agreed.generation:
+                assert agreed.generation in (answer.generation, answer.completed), (agreed, answer)
+                self.send(slot, agreed)
         return agreed
 
     def agree_on_copies(self, frozen: dict[Slot, Frozen]) -> Agreed:
@@ -287,7 +288,8 @@ class MiniAgent:
         assert None not in ended.values(), f"still running after {self._timeout_s} s: {ended}"
         return ended
 
-    def _see_off(self, slot: Slot) -> None:
+    def see_off(self, slot: Slot) -> None:
+        """Wait until the worker there has left by itself."""
         worker = self.workers.pop(slot)
         self.gone.append(worker)
         worker.process.join(self._timeout_s)

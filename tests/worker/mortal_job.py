@@ -80,6 +80,27 @@ class Plain:
         return loss.detach()
 
 
+class Even(Plain):
+    """Draws no random numbers, so that a lost random stream changes nothing."""
+
+    @staticmethod
+    def build(parallel: etc.ParallelContext) -> etc.TrainState:
+        state = Plain.build(parallel)
+        for block in state.model:
+            block.drop.p = 0.0
+        return state
+
+
+class Catching(Even):
+    """A script that handles the errors of its collectives itself, and commits the step in any case."""
+
+    def train(self, state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().train(state, parallel, batch)
+        except RuntimeError:
+            return torch.zeros(())
+
+
 class Ddp(Plain):
     """DistributedDataParallel, with a bucket for each block and less."""
 
@@ -128,7 +149,7 @@ class GptJob:
         return torch.tensor(training.train(state, parallel, batch) or 0.0)
 
 
-KINDS = {"plain": Plain, "ddp": Ddp, "fsdp": Fsdp, "gpt": GptJob}
+KINDS = {"plain": Plain, "even": Even, "catching": Catching, "ddp": Ddp, "fsdp": Fsdp, "gpt": GptJob}
 
 
 class Samples:
@@ -145,6 +166,10 @@ def digest(state: etc.TrainState) -> str:
     return found.hexdigest()
 
 
+def refuse_to_update() -> None:
+    raise RuntimeError("the update is wrong")
+
+
 def wait_for_gate(log: Path, step: int) -> None:
     (log / f"at-{step}-{os.getpid()}").touch()
     while not (log / f"open-{step}").exists():
@@ -155,7 +180,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
     torch.set_num_threads(1)
     kind = KINDS[fault["model"]]()
     is_mortal = os.environ["LOCAL_RANK"] == str(fault.get("slot"))
-    if is_mortal and fault["die"] not in deaths.IN_A_STEP:
+    if is_mortal and fault.get("die", deaths.IN_A_STEP[0]) not in deaths.IN_A_STEP:
         deaths.die_in_a_change(fault["die"])
     with etc.session(
         kind.build, global_batch=12, seed=7, timeout_s=60.0, switch_timeout_s=60.0, loss_timeout_s=30.0,
@@ -165,6 +190,8 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
         for step in session.steps(num_steps):
             state = session.state
             dies = is_mortal and fault.get("at") == step.index and session.generation == 1
+            if is_mortal and fault.get("raise_in_optimizer") == step.index:
+                state.optimizer.step = refuse_to_update
             with step, deaths.dying_in(fault["die"], state) if dies else nullcontext():
                 if "cursor" in state.extras:
                     state.extras["cursor"].read.append(step.index)
@@ -177,6 +204,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
             line = {
                 "step": step.index, "rank": session.parallel.rank, "generation": session.generation,
                 "loss": loss.item(), "digest": digest(session.state), "pid": os.getpid(),
+                "config": str(session.parallel.config),
             }
             with open(log / f"steps-{os.getpid()}.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")

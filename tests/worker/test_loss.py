@@ -13,7 +13,8 @@ import deaths
 import pytest
 from mini_agent import NODE, MiniAgent
 
-from etc_agent.control.messages import Armed, Prepared
+from etc_agent.control.causes import ErrorKind
+from etc_agent.control.messages import Agreed, Armed, Prepared, Raised, Withdrawn
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Slot
 
@@ -102,3 +103,92 @@ def test_every_kind_of_parallelism_survives_a_death(
     survivors = tuple(rank for rank in range(4) if rank != victim)[: ParallelConfig.parse(after).num_ranks]
     assert step == FATAL_STEP
     assert_same_bits(found, planned(model, before, after, survivors, step))
+
+
+def test_a_script_that_catches_the_errors_of_its_collectives_goes_on_with_the_same_bits(
+    tmp_path: Path, planned: Any
+) -> None:
+    found, step = survive(tmp_path, "catching", "DP4", "DP3", 3, "backward")
+    assert step == FATAL_STEP
+    assert_same_bits(found, planned("catching", "DP4", "DP3", (0, 1, 2), step))
+
+
+def grow_and_lose(agent: MiniAgent, point: str) -> Agreed:
+    """From 3 workers to 4, in which the second one dies at that point of the switch."""
+    agent.start("DP3")
+    generation, everyone = agent.prepare("DP4")
+    for each in everyone:
+        agent.hear(each, Prepared, generation=generation.id)
+    for each in everyone:
+        agent.send(each, Armed(generation.id))
+    agent.await_death(slot(1))
+    agreed = agent.agree(agent.freeze(), generation)
+    if agreed.generation == generation.id:
+        agent.recover("DP3", (slot(0), slot(2), slot(3)))
+    else:
+        agent.send(slot(3), Withdrawn(generation.id, "a worker was lost"))
+        agent.see_off(slot(3))
+        agent.recover("DP2", (slot(0), slot(2)))
+    assert set(agent.finish().values()) == {0}
+    return agreed
+
+
+@pytest.mark.parametrize(
+    "point", ["in a switch, before its vote", "in a switch, in its vote", "in a switch, after its vote"]
+)
+def test_a_death_in_a_switch_leaves_all_in_the_same_generation(tmp_path: Path, point: str) -> None:
+    fault = {"model": "even", "die": point, "slot": 1, "migration": "keep"}
+    with MiniAgent(tmp_path, num_steps=60, job="mortal_job", fault=fault, verify=False, pause_s=0.01) as agent:
+        agreed = grow_and_lose(agent, point)
+        assert agreed.generation == (2 if point == "in a switch, after its vote" else 1)
+        lines = agent.steps()
+    assert sorted({line["step"] for line in lines}) == list(range(60))
+    configs = {(line["step"] >= agreed.step, line["config"]) for line in lines}
+    assert configs == {(False, "PP1TP1DP3"), (True, "PP1TP1DP3" if agreed.generation == 2 else "PP1TP1DP2")}
+
+
+def test_a_death_after_a_release_switch_has_begun_is_said_to_break_the_state(tmp_path: Path) -> None:
+    fault = {"model": "even", "die": "in a switch, before its vote", "slot": 1, "migration": "release"}
+    with MiniAgent(tmp_path, job="mortal_job", fault=fault, verify=False, pause_s=0.01) as agent:
+        agent.start("DP3")
+        generation, everyone = agent.prepare("DP4")
+        for each in everyone:
+            agent.hear(each, Prepared, generation=generation.id)
+        for each in everyone:
+            agent.send(each, Armed(generation.id))
+        agent.await_death(slot(1))
+        frozen = agent.freeze()
+    told = "workers were lost after the release switch to generation 2 had begun"
+    assert {frozen[slot(index)].broken for index in (0, 2)} == {told}
+
+
+def test_an_error_of_the_optimizer_is_the_job_s_failure_and_no_loss(tmp_path: Path) -> None:
+    fault = {"model": "even", "raise_in_optimizer": FATAL_STEP, "slot": 1}
+    with MiniAgent(tmp_path, job="mortal_job", fault=fault, verify=False, pause_s=0) as agent:
+        agent.start("DP2")
+        raised = agent.hear(slot(1), Raised)
+        assert (raised.kind, raised.error) == (ErrorKind.RAISED, "RuntimeError: the update is wrong")
+        agent.workers[slot(1)].process.join(60)
+        assert agent.workers[slot(1)].process.exitcode == 1
+        assert "the update is wrong" in agent.logs()
+
+
+def test_more_losses_in_a_recovery_and_a_new_worker_in_the_slot_of_a_lost_one(tmp_path: Path) -> None:
+    fault = {"model": "even"}
+    with MiniAgent(tmp_path, job="mortal_job", fault=fault, verify=False, num_steps=60, pause_s=0.02) as agent:
+        agent.start("DP4")
+        agent.wait_for(lambda: len(agent.steps()) > 20, "some steps")
+        agent.kill(slot(0))
+        first = agent.agree(agent.freeze())
+        generation, everyone = agent.prepare("DP3", (slot(1), slot(2), slot(3)))
+        agent.hear(everyone[0], Prepared, generation=generation.id)
+        agent.kill(slot(2))
+        frozen = agent.freeze()
+        assert {(answer.generation, answer.step) for answer in frozen.values()} == {(1, first.step)}
+        agent.agree(frozen)
+        agent.withdraw(generation, [each for each in everyone if each in agent.workers])
+        agent.recover("DP4", (slot(1), slot(3), slot(0), slot(4)))
+        assert set(agent.finish().values()) == {0}
+        lines = agent.steps()
+    assert sorted({line["step"] for line in lines}) == list(range(60))
+    assert {(line["step"] >= first.step, line["generation"]) for line in lines} == {(False, 1), (True, 3)}

@@ -311,7 +311,8 @@ class Elastic:
             raise SystemExit(0)
         self._retirements.announce()
         self._retirements.retire(Retired(None, prepared, outcome.last_sends, is_entered=False))
-        _log.error("generation %d was not entered; training goes on in generation %d", generation, self._in_force())
+        what = "waits for the next" if self._survival.is_recovering else "goes on"
+        _log.error("generation %d was not entered; training %s in generation %d", generation, what, self._in_force())
 
     def _retire_previous(self) -> None:
         """Free the generation before this one, after the first step in the new one: that step is still part of the
