@@ -73,7 +73,7 @@ class Leadership:
         self._observer = self._observer.observe(records, now)
         recent = {c: why for c, (why, at) in self._undescribed.items() if now - at < self._policy.retry_s}
         return self._observer.view(
-            self._policy, records, self._descriptions, now, connected_s, alive_at, recent
+            self._policy, records, self._descriptions, now, connected_s, alive_at, recent, time.time()
         )
 
     def may_lead(self, records: JobRecords, patience_s: float) -> bool:
@@ -195,6 +195,8 @@ class Leadership:
         if write.history is not None:
             history = replace(write.history, time=time.time())
             puts[self._keys.history(history.generation)] = json.dumps(history.to_json())
+        for cordon in write.cordons:
+            puts[self._keys.cordon(cordon.node, cordon.index)] = json.dumps(cordon.order.to_json())
         acked = {generation for generation, _ in records.acks}
         new = {write.generation.id: write.generation} if write.generation else {}
         old = outdated(write.current, {**records.generations, **new}, acked)
@@ -262,6 +264,8 @@ def policy_of(settings: JobSettings) -> Policy:
         alike_failures=settings.alike_failures,
         redundancy=settings.redundancy,
         replaces_raised=settings.failures.replaces_raised,
+        max_per_window=settings.failures.max_per_window,
+        window_s=settings.failures.window_s,
         pack=settings.pack,
         settle_s=timeouts.settle_s,
         prepare_s=timeouts.prepare_s,
@@ -277,6 +281,10 @@ def policy_of(settings: JobSettings) -> Policy:
 def _announce(write: Write, before: Current) -> None:
     """Log one line for people about a decision."""
     current, generation, history = write.current, write.generation, write.history
+    for cordon in write.cordons:
+        logger.error("%s is cordoned, since it %s; etc-ctl uncordon takes it back", cordon, cordon.order.why)
+    if current.loss is not None and (before.loss is None or before.loss.number != current.loss.number):
+        logger.error("loss %d: %s; the survivors stop and agree", current.loss.number, current.loss.why)
     if write.reply is not None and write.reply.result in (Result.REFUSED, Result.PENDING):
         logger.warning("request %r %s: %s", write.reply.request, write.reply.result, write.reply.message)
     if current.outcome is not Outcome.RUNNING:

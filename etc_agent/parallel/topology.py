@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -57,14 +58,19 @@ class Topology:
         return tuple(slot for node in self.nodes for slot in node.slots)
 
     def slots_in_groups(self, size: int) -> tuple[Slot, ...]:
-        """All slots, those of one node beside each other, so that each `size` in turn are on one node as long as a node
-        has room for so many. What is left over on the nodes comes last."""
-        whole = [slot for node in self.nodes for slot in node.slots[: node.num_slots // size * size]]
-        left_over = [slot for node in self.nodes for slot in node.slots[node.num_slots // size * size :]]
-        return (*whole, *left_over)
+        """All slots as `in_groups` arranges them."""
+        return in_groups([node.slots for node in self.nodes], size)
 
     def node(self, name: str) -> Node:
         for node in self.nodes:
             if node.name == name:
                 return node
         raise ValueError(f"no node {name!r}; there are {', '.join(node.name for node in self.nodes) or 'none'}")
+
+
+def in_groups(nodes: Sequence[tuple[Slot, ...]], size: int) -> tuple[Slot, ...]:
+    """All slots of `nodes`, those of one node beside each other, so that each `size` in turn are on one node as long as
+    a node has room for so many. What is left over on the nodes comes last."""
+    whole = [slot for slots in nodes for slot in slots[: len(slots) // size * size]]
+    left_over = [slot for slots in nodes for slot in slots[len(slots) // size * size :]]
+    return (*whole, *left_over)

@@ -20,13 +20,19 @@ EVIDENCE_S = 5.0
 first."""
 
 
+OF_OTHERS = (FailureKind.UNCLEAR, FailureKind.PEER_LOST, FailureKind.WAITING)
+"""Failures that another worker's has probably caused."""
+
+
 @dataclass(frozen=True, slots=True)
 class FreshStart:
-    """Every worker has to be started afresh. `current`: the record with the restart counted."""
+    """Every worker has to be started afresh. `current`: the record with the restart counted.
+    `offenders`: the slots and nodes that caused it, by name."""
 
     current: Current
     reason: str
     trigger: Trigger
+    offenders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ def _left_alone(failure: Failure, ended: str) -> Failure:
 def without(view: View, missing: list[str]) -> Verdict:
     """Nodes are lost: continue without them, or wait for others where too few are left."""
     lost = f"{names(missing)} was lost"
-    return below_min(view, lost) or FreshStart(view.current, lost, Trigger.NODE_LOST)
+    return below_min(view, lost) or FreshStart(view.current, lost, Trigger.NODE_LOST, tuple(missing))
 
 
 def below_min(view: View, what: str) -> Wait | EndJob | None:
@@ -124,7 +130,8 @@ def after_failure(view: View, failure: Failure, acks: list[Ack]) -> FreshStart |
         return EndJob(failure.exit_code, f"{what} ({alike} times alike before the first step; alike_failures)")
     current = replace(current, restarts=current.restarts + 1, failed_as=signature, failed_alike=alike)
     what = f"restart {current.restarts} of {policy.max_restarts}: {what}"
-    return FreshStart(current, what, Trigger.WORKER_FAILED)
+    offenders = () if failure.kind in OF_OTHERS else (failure.slot,)
+    return FreshStart(current, what, Trigger.WORKER_FAILED, offenders)
 
 
 def over_budget(view: View, exit_code: int, what: str) -> EndJob | None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from etc_agent.parallel.generation import Generation, Trigger
-from etc_agent.parallel.topology import Node, Placement, Topology
+from etc_agent.parallel.topology import Placement, Slot, in_groups
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.reconfig.failures import EndJob, FreshStart, Verdict, below_min, judge, names
 from etc_agent.reconfig.given_up import only_of_the_model
-from etc_agent.reconfig.records import Ack, History, Outcome, Phase, Reply, Result
+from etc_agent.reconfig.offences import charged
+from etc_agent.reconfig.records import Ack, History, Loss, Outcome, Phase, Reply, Result
 from etc_agent.reconfig.sizing import is_met, target
 from etc_agent.reconfig.view import Decision, View, Wait, Write, is_used, store_of
 from etc_agent.reconfig.wanted import parse_wanted
@@ -21,12 +22,15 @@ def start_fresh(view: View, reason: str, trigger: Trigger) -> Decision:
     """Start every worker afresh on the usable nodes."""
     current = only_of_the_model(view.current)
     view = replace(view, current=current)
+    if view.cordons and view.committed is not None:  # no worker stays, so no cordoned slot is used any longer
+        everybody = Loss(0, tuple(map(str, view.committed.placement)), reason)
+        view = replace(view, current=replace(current, loss=everybody))
     try:
         config = target(view, parse_wanted(current.wanted))
     except NoConfigError as error:
         return end(view, Outcome.FAILED, 1, f"no parallel config fits the {view.num_usable_slots} slots: {error}")
-    topology = Topology(tuple(Node(node.name, node.num_slots) for node in view.usable))
-    placement = topology.slots_in_groups(config.tp)[: config.num_ranks]
+    slots = [tuple(Slot(node.name, index) for index in view.admitted(node)) for node in view.usable]
+    placement = in_groups(slots, config.tp)[: config.num_ranks]
     host = placement[0].node
     store = store_on(view, host)
     if is_used(store, view.generations):  # its node is about to publish a new store
@@ -58,9 +62,12 @@ def lost_or_failed(view: View, committed: Generation, acks: list[Ack]) -> Decisi
 def carry_out(view: View, verdict: Verdict | None) -> Decision | None:
     """The decision that carries out a verdict."""
     match verdict:
-        case FreshStart(current, reason, trigger):
+        case FreshStart(current, reason, trigger, offenders):
             asked = replace(view, current=current)
-            return carry_out(view, below_min(view, reason)) or start_fresh(asked, reason, trigger)
+            noted = charged(asked, Write(current), offenders)
+            after = replace(asked, current=noted.current, cordons=(*view.cordons, *noted.cordons))
+            decision = carry_out(view, below_min(view, reason)) or start_fresh(after, reason, trigger)
+            return replace(decision, cordons=noted.cordons) if isinstance(decision, Write) else decision
         case EndJob(exit_code, why):
             return end(view, Outcome.FAILED, exit_code, why)
     return verdict

@@ -69,7 +69,7 @@ def _start(view: View) -> Decision:
         view = replace(view, current=replace(view.current, wanted=str(policy.initial)))
     if view.scale and view.scale.revision > view.current.handled_scale:
         return _answer(view, view.scale)
-    if view.nodes and not view.usable:
+    if view.nodes and view.live <= view.leaving:
         return end(view, Outcome.STOPPED, SIGTERM_EXIT_CODE, "every node was told to leave before the job started")
     if view.is_below_min:
         here = _too_few(view)
@@ -222,7 +222,7 @@ def _placement(view: View, committed: Generation, config: ParallelConfig) -> Pla
     topology = view.topology
     sketch = place(
         layouts[0],
-        topology.slots,
+        view.slots,
         layouts[1],
         committed.placement,
         topology,

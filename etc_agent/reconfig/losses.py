@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.failures import (
+    OF_OTHERS,
     FreshStart,
     Verdict,
     after_failure,
@@ -33,11 +34,13 @@ after each other."""
 @dataclass(frozen=True, slots=True)
 class Lost:
     """The workers in `slots` are lost, and the others can go on without them. `current`: the record with what this
-    counts for. No slots: all workers live, and a connection between them was cut."""
+    counts for. No slots: all workers live, and a connection between them was cut. `offenders`: the slots and nodes that
+    caused it, by name."""
 
     current: Current
     slots: tuple[str, ...]
     why: str
+    offenders: tuple[str, ...] = ()
 
 
 def can_continue(view: View, committed: Generation) -> bool:
@@ -72,7 +75,8 @@ def look(view: View, committed: Generation, acks: list[Ack]) -> Lost | Verdict |
     if on_missing or certain:
         cause = first_cause(certain)
         why = described(view, cause) if cause else f"{names(dict.fromkeys(missing))} was lost"
-        return _counted(view, Lost(view.current, tuple(sorted({*on_missing, *ended})), why), raised)
+        offenders = (*dict.fromkeys(missing), *(each.slot for each in certain if each.slot not in on_missing))
+        return _counted(view, Lost(view.current, tuple(sorted({*on_missing, *ended})), why, offenders), raised)
     absent = [node for node in members if node not in view.live]
     if absent:
         # The node may come back. Until it is certainly lost, its workers could meet those of the next generation.
@@ -97,7 +101,8 @@ def _by_appearance(
         if cause.kind is FailureKind.WAITING:
             return _cut(view, acks, cause, described(view, cause))
         slots = tuple(sorted(_ended(failed)) or [cause.slot])
-        return _counted(view, Lost(view.current, slots, described(view, cause)))
+        offenders = () if cause.kind in OF_OTHERS else (cause.slot,)
+        return _counted(view, Lost(view.current, slots, described(view, cause), offenders))
     if loss is not None and (loss.agreement is None or loss.agreement.loss != loss.number):
         return None  # all are being frozen, whatever they have noticed
     # Of a loss that is being handled these messages are known; a later generation's are new.
@@ -132,7 +137,7 @@ def _counted(view: View, lost: Lost, raised: Failure | None = None) -> Lost | Ve
         return ended
     restarts = view.current.restarts + 1
     why = f"restart {restarts} of {view.policy.max_restarts}: {lost.why}"
-    return Lost(replace(lost.current, restarts=restarts), lost.slots, why)
+    return replace(lost, current=replace(lost.current, restarts=restarts), why=why)
 
 
 def trigger_of(view: View, slots: Iterable[str]) -> Trigger:
@@ -148,6 +153,6 @@ def instead(view: View, committed: Generation, acks: list[Ack], lost: Lost, why:
     if cause is not None:
         verdict = after_failure(view, cause, acks)
         if isinstance(verdict, FreshStart):
-            return replace(verdict, reason=f"{verdict.reason}; {why}")
+            return replace(verdict, reason=f"{verdict.reason}; {why}", offenders=lost.offenders)
         return replace(verdict, why=f"{verdict.why}; {why}")
-    return FreshStart(view.current, f"{lost.why}; {why}", trigger_of(view, lost.slots))
+    return FreshStart(view.current, f"{lost.why}; {why}", trigger_of(view, lost.slots), lost.offenders)

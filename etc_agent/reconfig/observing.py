@@ -122,6 +122,7 @@ class Observer:
         connected_s: float,
         alive_at: Mapping[str, float],
         undescribed: Mapping[ParallelConfig, str] | None = None,
+        time: float = 0.0,
     ) -> View:
         """The leader's view at time `now`. `records`: those observed last. `alive_at`: node -> when its agent last
         said, asked directly, that it has workers. The other arguments: as in `View`."""
@@ -145,6 +146,8 @@ class Observer:
             alive_s={name: now - at for name, at in alive_at.items() if name not in self.present},
             cleared=self.cleared,
             stop=records.stop,
+            cordons=records.cordons,
+            time=time,
             testified=frozenset(name for name in self.gone_at if self._has_testified(name, records)),
         )
 

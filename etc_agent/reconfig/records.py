@@ -309,6 +309,15 @@ class Ack(_Json):
 
 
 @dataclass(frozen=True, slots=True)
+class Offence(_Json):
+    """A failure of a slot's worker, or the loss of a node. `name`: of the slot (``node/index``) or the node. `at`: in
+    seconds since 1970."""
+
+    name: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Current(_Json):
     """``current``: what the leader has decided. Every write of the leader replaces it, fenced by its mod_revision.
 
@@ -323,7 +332,8 @@ class Current(_Json):
     history.
     `loss`: the loss of workers that is being handled, if there is one. `losses`: how many there were, so the number of
     the last one. `fruitless`: recoveries from a loss since the last completed step. `recovery_ms`: of the last
-    recovery, by phase, until it is in the history with the stop time.
+    recovery, by phase, until it is in the history with the stop time. `offences`: recent failures, by which repeat
+    offenders are found.
     """
 
     committed: int = 0
@@ -344,6 +354,7 @@ class Current(_Json):
     losses: int = 0
     fruitless: int = 0
     recovery_ms: dict[str, float] = field(default_factory=dict)
+    offences: tuple[Offence, ...] = ()
     outcome: Outcome = Outcome.RUNNING
     exit_code: int = 0
     why: str = ""
@@ -352,6 +363,7 @@ class Current(_Json):
     def from_json(cls, value: dict[str, Any]) -> Self:
         record = super(Current, cls).from_json(value)
         given_up: Any = record.given_up
+        offences: Any = record.offences
         loss: Any = record.loss
         return replace(
             record,
@@ -359,6 +371,7 @@ class Current(_Json):
             phase=Phase(record.phase),
             outcome=Outcome(record.outcome),
             given_up=tuple(GivenUp.from_json(each) for each in given_up),
+            offences=tuple(Offence.from_json(each) for each in offences),
         )
 
 

@@ -19,6 +19,7 @@ from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed, roles_of, store_on
 from etc_agent.reconfig.given_up import with_refusal
 from etc_agent.reconfig.losses import Lost, can_continue, instead, look, survivors, trigger_of
+from etc_agent.reconfig.offences import charged
 from etc_agent.reconfig.outlook import unheld_with_copies
 from etc_agent.reconfig.proposals import commit, withdraw
 from etc_agent.reconfig.records import Ack, Agreement, Loss, NodeFrozen, Outcome, Phase, Refusal, first_refusal
@@ -47,7 +48,7 @@ def _begin(view: View, committed: Generation, acks: list[Ack], lost: Lost) -> De
     current, before = lost.current, lost.current.loss
     slots = tuple(sorted({*lost.slots, *(before.slots if before else ())}))
     why = f"{before.why}; {lost.why}" if before and lost.why not in before.why else lost.why
-    everything = Lost(current, slots, why)
+    everything = replace(lost, slots=slots, why=why)
     if obstacle := _obstacle(view, committed, slots):
         return _instead(view, committed, acks, everything, obstacle)
     number = current.losses + 1
@@ -56,7 +57,7 @@ def _begin(view: View, committed: Generation, acks: list[Ack], lost: Lost) -> De
     write = Write(current)
     if proposed is not None and current.phase is Phase.PROPOSED:
         write = withdraw(replace(view, current=current), proposed, why)
-    return replace(write, current=replace(write.current, loss=loss, losses=number))
+    return charged(view, replace(write, current=replace(write.current, loss=loss, losses=number)), lost.offenders)
 
 
 def recover(view: View, committed: Generation, loss: Loss) -> Decision:

@@ -69,7 +69,7 @@ def find_room(view: View, committed: Generation) -> Room:
     """
     nodes = {node.name: node for node in view.usable}
     own = frozenset(slot for slot in survivors(view, committed) if slot.node in nodes)
-    every = frozenset(Slot(node.name, index) for node in nodes.values() for index in range(node.num_slots))
+    every = frozenset(Slot(node.name, index) for node in nodes.values() for index in view.admitted(node))
     warm = frozenset(slot for slot in every - own if slot.index in nodes[slot.node].spares)
     try:
         return _fitting(view, own, warm, own | warm)
@@ -80,7 +80,7 @@ def find_room(view: View, committed: Generation) -> Room:
 def _fitting(view: View, own: frozenset[Slot], warm: frozenset[Slot], free: frozenset[Slot]) -> Room:
     counts = {node.name: sum(slot.node == node.name for slot in free) for node in view.usable}
     nodes = tuple(replace(node, num_slots=counts.get(node.name, 0)) for node in view.nodes)
-    config = target(replace(view, nodes=nodes), parse_wanted(view.current.wanted))
+    config = target(replace(view, nodes=nodes, cordons=()), parse_wanted(view.current.wanted))
     return Room(config, tuple(sorted(free)), own, warm)
 
 

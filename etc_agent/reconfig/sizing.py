@@ -98,7 +98,7 @@ def _possible(view: View, wanted: Wanted, num_slots: int) -> ParallelConfig:
     if isinstance(wanted, Nodes):
         if wanted.count > len(view.usable):
             raise NoConfigError(f"{wanted.count} nodes are asked for, and there are {len(view.usable)}")
-        return _largest(view, sum(sorted((n.num_slots for n in view.usable), reverse=True)[: wanted.count]))
+        return _largest(view, sum(sorted((len(view.admitted(n)) for n in view.usable), reverse=True)[: wanted.count]))
     return _largest(view, num_slots)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from etc_agent.control.redundancy import Redundancy
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.parallel.topology import Node, Topology
-from etc_agent.reconfig.controls import Order
+from etc_agent.parallel.topology import Node, Slot, Topology
+from etc_agent.reconfig.controls import Cordon, Order
 from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, NodeState, Reply, Request
 from etc_agent.state.layout import Layout
 
@@ -36,7 +36,7 @@ class Policy:
     `blame_s`: how long to wait, after a worker lost a peer, for that peer's own error.
     `below_min_s`: how long the job waits with fewer than `min_nodes`.
     `replaces_raised`: a worker that raises an error of its own is lost like one that was killed, within the restart
-    budget.
+    budget. `max_per_window`: a slot or node that fails so many times within `window_s` is cordoned; 0: never.
     `retry_s`: wait before a change is tried again that failed for a reason that may pass; see `reconfig.given_up`.
     """
 
@@ -50,6 +50,8 @@ class Policy:
     alike_failures: int = 3
     redundancy: Redundancy = field(default_factory=Redundancy)
     replaces_raised: bool = False
+    max_per_window: int = 0
+    window_s: float = 600.0
     pack: bool | None = None
     settle_s: float = 1.0
     prepare_s: float = 300.0
@@ -76,6 +78,7 @@ class View:
     workers. `cleared`: node -> that field of its record, for every node that was ever present. `testified`: nodes that
     are gone and whose workers have ended according to their `Testimony`.
     `stop`: an administrator's order to end the job, if there is one.
+    `cordons`: nodes and slots that take no workers. `time`: in seconds since 1970.
     """
 
     policy: Policy
@@ -98,6 +101,8 @@ class View:
     cleared: Mapping[str, int] = field(default_factory=dict)
     stop: Order | None = None
     testified: frozenset[str] = frozenset()
+    cordons: tuple[Cordon, ...] = ()
+    time: float = 0.0
 
     @property
     def committed(self) -> Generation | None:
@@ -132,13 +137,32 @@ class View:
     def usable(self) -> tuple[NodeRecord, ...]:
         """The nodes that may hold workers: members first, then in order of rank and arrival, at most `max_nodes`."""
         members = self.committed.nodes if self.committed else ()
-        staying = [node for node in self.nodes if node.name not in self.leaving]
+        staying = [node for node in self.nodes if node.name not in self.leaving and self.admitted(node)]
         chosen = sorted(staying, key=lambda node: (node.name not in members, *_order(node)))[: self.policy.max_nodes]
         return tuple(sorted(chosen, key=_order))
 
     @property
     def num_usable_slots(self) -> int:
-        return sum(node.num_slots for node in self.usable)
+        return sum(len(self.admitted(node)) for node in self.usable)
+
+    def open_slots(self, node: NodeRecord) -> tuple[int, ...]:
+        """The slots of `node` that may take new workers."""
+        every = (Slot(node.name, index) for index in range(node.num_slots))
+        return tuple(slot.index for slot in every if not any(cordon.covers(slot) for cordon in self.cordons))
+
+    def admitted(self, node: NodeRecord) -> tuple[int, ...]:
+        """The slots of `node` that may have a worker: a worker stays where a cordon was put on its slot."""
+        committed, loss = self.committed, self.current.loss
+        if not self.cordons:
+            return tuple(range(node.num_slots))
+        gone = loss.slots if loss is not None else ()
+        staying = [slot for slot in (committed.placement if committed else ()) if str(slot) not in gone]
+        return tuple(sorted({*self.open_slots(node), *(slot.index for slot in staying if slot.node == node.name)}))
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots of live nodes that may have a worker, in the order of the topology."""
+        return tuple(Slot(node.name, index) for node in sorted(self.nodes, key=_order) for index in self.admitted(node))
 
     @property
     def node_sizes(self) -> tuple[int, ...]:
@@ -197,6 +221,7 @@ class Write:
     generation: Generation | None = None
     reply: Reply | None = None
     history: History | None = None
+    cordons: tuple[Cordon, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,17 +53,13 @@ class Role:
 def role_for(audience: str, keys: JobKeys) -> Role:
     """The role of one of `AUDIENCES` in the job of `keys`.
 
-    All may read what the job has. Agents write everything but cordons, which are administrators' alone: also the
-    requests of a dead run, which are removed when the run id is used again. Administrators write requests, never what
+    All may read what the job has. Agents write everything: also the requests of a dead run, which are removed when the
+    run id is used again, and the cordons of repeat offenders. Administrators write requests, never what
     the leader decides. Leases need no permission of their own.
     """
     read = Permission.under("read", keys.root)
-    after_cordons = range_end(keys.cordons_prefix.encode()).decode()
     writes = {
-        "agent": [
-            Permission("write", keys.root, keys.cordons_prefix),
-            Permission("write", after_cordons, read.end),
-        ],
+        "agent": [Permission.under("write", keys.root)],
         "admin": [
             *(Permission("write", key) for key in (keys.scale, keys.preview, keys.pause, keys.stop)),
             Permission.under("write", keys.drains_prefix), Permission.under("write", keys.cordons_prefix),

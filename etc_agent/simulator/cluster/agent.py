@@ -266,7 +266,9 @@ class Agent:
         now = self.world.now
         alive_at = {name: status.at for name, status in self.statuses.items() if status.has_workers}
         connected_s = self.contact.followed_s(now)
-        return self.observer.view(self.world.policy, self.records, self.descriptions, now, connected_s, alive_at)
+        return self.observer.view(
+            self.world.policy, self.records, self.descriptions, now, connected_s, alive_at, time=now
+        )
 
     # ---- what a test asks -------------------------------------------------------------------------------------
 

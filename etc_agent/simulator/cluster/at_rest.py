@@ -28,6 +28,7 @@ from etc_agent.control.messages import (
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig import member, parts
+from etc_agent.reconfig.controls import Cordon
 from etc_agent.reconfig.freezing import frozen_here
 from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.records import (
@@ -88,6 +89,8 @@ class Cluster:
     broken: str = ""
     copied: int = -1
     has_first_step: bool = True
+    cordons: tuple[Cordon, ...] = ()
+    time: float = 0.0
     agreed: list[tuple[int, int, bool]] = field(default_factory=list)
     gone_back: list[int] = field(default_factory=list)
 
@@ -164,7 +167,7 @@ class Cluster:
         return View(
             self.policy, tuple(self.nodes.values()), self.current, self.generations, self.acks, self.scale, self.drains,
             self.paused, self.descriptions, quiet_s, self.phase_s, self.failed_s, self.connected_s, self.absent_s,
-            self.refused_s, self.undescribed,
+            self.refused_s, self.undescribed, cordons=self.cordons, time=self.time,
         )
 
     def run(self, limit: int = 200) -> None:
@@ -219,6 +222,7 @@ class Cluster:
             self.generations[write.generation.id] = write.generation
         if write.reply:
             self.replies.append(write.reply)
+        self.cordons += write.cordons
         if write.history:
             self.history[write.history.generation] = write.history
 

@@ -114,5 +114,7 @@ class Etcd:
             self.replies.append(write.reply)
         if write.history is not None:
             self.history[write.history.generation] = write.history
+        if write.cordons:
+            self.change(cordons=(*self.records.cordons, *write.cordons))
         self.change(current=write.current, generations=generations, current_revision=self.revision + 1)
         return True
