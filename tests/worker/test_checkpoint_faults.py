@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mini_agent import MiniAgent
+from mini_agent import MiniAgent, run_script
 from test_checkpoints import train
 
 from etc_agent.worker.checkpoints.folder import check, is_complete, newest_first
@@ -84,6 +84,40 @@ def test_a_change_of_size_neither_waits_for_a_checkpoint_nor_tears_it(tmp_path: 
             assert check(wait_for_checkpoint(agent, folder, step)).config == config
         agent.last_step_in(20)
         assert set(agent.finish().values()) == {0}
+
+
+ALONE = """
+import threading
+import torch.distributed as dist
+from etc_agent.worker.checkpoints.group import Meeting, SavingGroup
+from etc_agent.worker.world.swap import install
+
+install()
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+group = SavingGroup(Meeting(f"127.0.0.1:{store.port}", "test", RANK, 2, 600.0), 1)
+errors = []
+
+def run():
+    try:
+        group.run(lambda: print("met"))
+    except RuntimeError as error:
+        errors.append(error)
+
+thread = threading.Thread(target=run)
+thread.start()
+while thread.is_alive():
+    thread.join(0.2)
+    group.cut()
+print("errors", len(errors))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_peers_never_come_is_freed_when_its_checkpoint_is_abandoned(tmp_path: Path, rank: int) -> None:
+    code, said = run_script(ALONE.replace("RANK", str(rank)), tmp_path / "log", {})
+    assert code == 0, said
+    assert "met" not in said
+    assert "errors 1" in said
 
 
 @pytest.fixture(scope="module")

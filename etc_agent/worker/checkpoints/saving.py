@@ -89,7 +89,7 @@ class Saving:
                     "written_s": round(time.monotonic() - begin, 6),
                 }
                 folders.finish(path, step, marker)
-                folders.prune(self._folder, self._keep)
+                self._prune()
         except BaseException:
             if path is not None:
                 folders.discard(path)
@@ -102,6 +102,12 @@ class Saving:
         except OSError as error:
             return None, {"path": "", "error": f"{self._folder}: {error.strerror or error}"}
         return path, {"path": str(path), "error": ""}
+
+    def _prune(self) -> None:
+        try:
+            folders.prune(self._folder, self._keep)
+        except OSError as error:
+            _log.warning("%s: old checkpoints could not be deleted: %s", self._folder, error)
 
 
 def _from_rank_0(value: dict[str, str]) -> dict[str, str]:
