@@ -26,13 +26,14 @@ export OMP_NUM_THREADS ?= 1
 
 setup: $(STAMP)
 
-$(STAMP): setup.cfg pyproject.toml scripts/install_etcd.sh scripts/install_iproute2.sh Makefile
+$(STAMP): setup.cfg pyproject.toml scripts/install_etcd.sh scripts/install_iproute2.sh scripts/install_chromium.sh Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "etc-run needs Python 3.11 or newer; set PYTHON=")'
 	bash scripts/make_venv.sh "$(PYTHON)" "$(VENV)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off "$(TORCH)"
 	$(BIN)/pip install --quiet --disable-pip-version-check --progress-bar off --editable '.[dev]'
 	bash scripts/install_etcd.sh "$(BIN)"
 	bash scripts/install_iproute2.sh
+	bash scripts/install_chromium.sh
 	touch $@
 
 run: setup

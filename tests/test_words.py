@@ -23,7 +23,10 @@ RETIRED = {
 """Words that meant several things, and what to write instead."""
 
 ROOMS_OF = {
-    "report": ("etc_agent/migration/", "etc_agent/worker/change/switch.py", "etc_agent/worker/change/elastic.py"),
+    "report": (
+        "etc_agent/migration/", "etc_agent/worker/change/switch.py", "etc_agent/worker/change/elastic.py",
+        "launcher/ctl/commands/reporting.py",
+    ),
     "verify": ("etc_agent/migration/", "etc_agent/worker/change/modes/"),
     "rounds": ("etc_agent/planner/", "etc_agent/migration/", "etc_agent/simulator/", "launcher/ctl/planning/"),
     "bell": ("etc_agent/migration/",),

@@ -183,7 +183,7 @@ def reply_of(entries: Mapping[str, KeyValue], keys: JobKeys) -> Reply | None:
 
 
 def _first_reads(keys: JobKeys) -> list[Get | GetPrefix]:
-    single = (keys.job, keys.leader, keys.current, keys.status)
+    single = (keys.job, keys.leader, keys.current, keys.status, keys.account)
     return [*map(Get, single), GetPrefix(keys.nodes_prefix), GetPrefix(keys.control_prefix)]
 
 

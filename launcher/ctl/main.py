@@ -12,7 +12,7 @@ import click
 from etc_agent.errors import EtcError
 from etc_agent.rendezvous.etcd.errors import EtcdUnavailable
 from etc_agent.version import version
-from launcher.ctl.commands import access, changing, logs, looking, past, top, waiting, where
+from launcher.ctl.commands import access, changing, logs, looking, past, reporting, top, waiting, where
 from launcher.ctl.exits import CtlError, Exit
 
 _HELP = ["-h", "--help"]
@@ -41,7 +41,8 @@ def plan(arguments: tuple[str, ...]) -> None:
 
 
 for _command in (
-    looking.list_jobs, looking.status, looking.explain, top.top, logs.logs, past.history, waiting.wait,
+    looking.list_jobs, looking.status, looking.explain, top.top, logs.logs, past.history, reporting.report,
+    waiting.wait,
     changing.scale, changing.drain, changing.cordon, changing.uncordon, changing.pause, changing.resume, changing.stop,
     where.contexts, access.role,
 ):

@@ -68,15 +68,23 @@ why_option = click.option("--why", default="", metavar="TEXT", help="The reason,
 
 
 def output_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command ``--output text|json``, as its parameter `output`."""
+    """Give a command ``--output text|json``, or ``-o`` for short, as its parameter `output`."""
+    return _with_output(command, "--output", "-o")
 
+
+def output_option_in_full(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same without the short form, for a command that writes a file with ``-o``."""
+    return _with_output(command, "--output")
+
+
+def _with_output(command: Callable[..., Any], *names: str) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(*args: Any, output_form: str, is_json: bool, **rest: Any) -> Any:
         return command(*args, output=Output("json" if is_json else output_form), **rest)
 
     run = click.option("--json", "is_json", is_flag=True, help="Short for --output json.")(run)
     return click.option(
-        "--output", "-o", "output_form", type=click.Choice(["text", "json"]), default="text", show_default=True,
+        *names, "output_form", type=click.Choice(["text", "json"]), default="text", show_default=True,
         help="json: one object, or one object a line.",
     )(run)
 

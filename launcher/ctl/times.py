@@ -52,6 +52,6 @@ def length(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 3600:
         return f"{seconds // 60:.0f} min"
-    if seconds < 86400:
-        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
-    return f"{seconds // 86400:.0f} d {seconds % 86400 // 3600:.0f} h"
+    larger, smaller = ((86400, "d"), (3600, "h")) if seconds >= 86400 else ((3600, "h"), (60, "min"))
+    rest = seconds % larger[0] // smaller[0]
+    return f"{seconds // larger[0]:.0f} {larger[1]}" + (f" {rest:.0f} {smaller[1]}" if rest else "")

@@ -104,13 +104,16 @@ def test_the_run_id_may_be_left_out_where_there_is_one_job(ctl: Ctl, client: Etc
 
 def test_commands_that_look_never_write(ctl: Ctl, client: EtcdClient, keys: JobKeys) -> None:
     before = client.get_prefix("/")[1]
-    for arguments in (
-        ["list"], ["status"], ["explain"], ["history"], ["events"], ["wait", "--for", "step=7"], ["contexts"],
-        ["role", "--print"], ["logs", "a/0"], ["top", "--once"], ["report", "-o", "/dev/null"],
-    ):
-        for form in ("text", "json"):
-            whole = ["--run-id", "demo", *arguments, "-o", form][2:]
-            ctl(*whole, run_id=None if arguments[0] == "list" else "demo")
+    for form in ("text", "json"):
+        assert ctl("list", "--output", form, run_id=None).code == 0
+        assert ctl_bare("contexts", "--output", form).code == 0
+        assert ctl_bare("role", "--run-id", "demo", "--output", form).code == 0
+        for arguments in (
+            ["status"], ["explain"], ["history"], ["events"], ["wait", "--for", "step=7"], ["top", "--once"],
+            ["report", "-o", "/dev/null"],
+        ):
+            assert ctl(*arguments, "--output", form).code == 0, arguments
+        assert ctl("logs", "a/0", "--output", form).code == 4
     assert client.get_prefix("/")[1] == before
 
 
