@@ -25,7 +25,7 @@ RETIRED = {
 ROOMS_OF = {
     "report": (
         "etc_agent/migration/", "etc_agent/worker/change/switch.py", "etc_agent/worker/change/elastic.py",
-        "launcher/ctl/commands/reporting.py",
+        "launcher/ctl/commands/reporting.py", "launcher/ctl/main.py",
     ),
     "verify": ("etc_agent/migration/", "etc_agent/worker/change/modes/"),
     "rounds": ("etc_agent/planner/", "etc_agent/migration/", "etc_agent/simulator/", "launcher/ctl/planning/"),
