@@ -9,7 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import TINY_JOB, Etcd, EtcRun, etcd_leader, marked, wait_until
+from running import (
+    TINY_JOB,
+    Etcd,
+    EtcRun,
+    etcd_leader,
+    marked,
+    steps_of,
+    wait_for_more_steps,
+    wait_for_workers,
+    wait_until,
+)
 
 from etc_agent.rendezvous.private.server import EtcdServer
 
@@ -29,6 +39,7 @@ def two_nodes(tmp_path: Path, cleanup: Cleanup, server: EtcdServer) -> dict[str,
     nodes = {f"127.0.0.{number}": cleanup(node(tmp_path, server, number)) for number in (2, 3)}
     etcd = Etcd(server.endpoint, "job")
     wait_until(lambda: len((etcd.get("status") or {}).get("nodes", ())) == 2, "two nodes")
+    wait_for_workers(tmp_path, 2)
     return nodes
 
 
@@ -44,6 +55,8 @@ def test_an_agent_that_is_killed_alone_is_replaced_long_before_its_lease_ends(
     victim.send(signal.SIGKILL)
     other.wait_for(r"node \S+ was lost", 40)
     assert time.monotonic() - killed_at < BELIEVED_S
+    wait_for_more_steps(tmp_path, 5)
+    assert len({line["pid"] for line in steps_of(tmp_path)}) == 2, "the survivor is the same process"
     wait_until(lambda: "its workers have ended, and the other nodes know" in victim.output, "the testimony", 10.0)
     victim.assert_nothing_left()
 
