@@ -242,4 +242,5 @@ def summarise(
 
 def _finished(worker: WorkerView, generation: int) -> bool:
     """Whether it exited with code 0 in `generation`, rather than leaving it for a later one."""
-    return worker.exit_code == 0 and not any(later > generation for later in worker.switched)
+    is_of_it = worker.started_for <= generation and not any(later > generation for later in worker.switched)
+    return worker.exit_code == 0 and is_of_it

@@ -11,9 +11,12 @@ from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import Freeze, PeerLost
 from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.member import summarise
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
 from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 STAGES = Policy(1, 2, num_slots=2, initial=ParallelConfig(pp=2, dp=2))
@@ -411,3 +414,11 @@ def test_a_config_that_survivors_refuse_is_replaced_by_a_smaller_one() -> None:
     cluster.run()
     assert not cluster.committed.is_fresh
     assert cluster.current.loss is None
+
+
+def test_a_spare_that_ends_in_the_slot_of_a_lost_worker_is_not_the_end_of_the_script_there() -> None:
+    before = Generation(1, ParallelConfig(dp=2), (Slot("a", 0), Slot("a", 1)), "a:1", previous=0)
+    after = replace(before, id=2, previous=1, lost=(Slot("a", 1),))
+    survivor, spare = WorkerView(0, 1, in_session=True), WorkerView(1, 2, in_session=True, exit_code=0)
+    ack = summarise("a", before, {1: before, 2: after}, {0: survivor, 1: spare})
+    assert (ack.ended, ack.finished) == ("", False)
