@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from etc_agent.control.environment import generation_variables
@@ -48,3 +50,12 @@ def test_the_environment_of_a_worker_follows_from_its_generation_and_slot() -> N
         "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500",
         "ETC_GENERATION": "5", "ETC_PARALLEL": "PP3TP1DP1",
     }
+
+
+def test_lost_workers_take_no_part_and_a_new_one_in_the_slot_of_a_lost_one_joins() -> None:
+    previous = generation(4, "DP3", (A0, A1, B0))
+    following = replace(generation(5, "DP3", (A1, B0, A0)), lost=(A0,))
+    crew = Crew.of(A0, following, previous)
+    assert crew.slots == (A1, B0, A0)
+    assert (crew.old_ranks, crew.next_ranks, crew.joining, crew.leaving) == ((1, 2, None), (0, 1, 2), (2,), ())
+    assert (crew.old_rank, crew.new_rank, crew.has_old_rank(0)) == (None, 2, False)
