@@ -67,8 +67,9 @@ class Worker:
     def train(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = torch.rand_like(parameter)
-        self.optimizer.step()
         self.model.seen += 1
+        self.copier.await_copied()
+        self.optimizer.step()
         self.counter.count += 1
 
     def now(self) -> dict[str, torch.Tensor]:

@@ -168,8 +168,10 @@ class Elastic:
         try:
             ok = self._cast(ok, self._course.step + 1)
         except RuntimeError as error:
-            return self._survival.result_after(error)
-        self._survival.has_voted()
+            ok = self._survival.result_after(error)
+        else:
+            self._survival.has_voted()
+        self._await_copied()
         return ok
 
     def forgive(self, error: Exception) -> bool:
@@ -227,6 +229,11 @@ class Elastic:
         if self._saver is not None:
             self._saver.at_safe_point(self.live)
 
+    def _await_copied(self) -> None:
+        """The state is about to be updated, or to move: what is being copied of it has to be copied before."""
+        if self.live is not None and self.live.copier is not None:
+            self.live.copier.await_copied()
+
     def _begin_copies(self, live: LiveGeneration, node: int) -> None:
         """`node`: the number of this worker's node in the generation."""
         settings = self._settings
@@ -265,6 +272,7 @@ class Elastic:
 
     def _switch_to(self, prepared: PreparedGeneration) -> None:
         self._at(Position.SWITCH)
+        self._await_copied()
         outcome = self._switched(prepared)
         if not outcome.is_committed:
             self._stay(prepared, outcome)

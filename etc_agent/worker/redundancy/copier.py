@@ -1,11 +1,14 @@
-"""The copier of one generation: every k steps the main thread copies its state, and a thread sends it beside training.
+"""The copier of one generation: every k steps a worker copies its state, and sends it, on a thread beside training.
 
-    manifests -> plan (background) -> [all ready -> copy (main thread, at a safe point) -> exchange (background)] ...
+    manifests -> plan -> [all ready -> a safe point: buffers are copied -> all else is copied -> exchange] ...
 
 Each step's vote carries what this rank is ready for (`ballot`), and its minimum over all ranks starts a copy set: all
-ranks copy at the same safe point, without a collective of their own on the main thread. That all are ready for set n
-also tells each that all have completed set n-1, so that set n-2 can be overwritten. Whatever is lost at any moment, the
-survivors' newest complete sets differ by one at most, and the older one is still there on all of them.
+ranks copy at the same safe point, without a collective of their own on the main thread. There the main thread copies
+the buffers alone: nothing writes to parameters and optimizer state before the next update, which waits for their copy.
+
+That all are ready for set n also tells each that all have completed set n-1, so that set n-2 can be overwritten.
+Whatever is lost at any moment, the survivors' newest complete sets differ by one at most, and the older one is still
+there on all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from etc_agent.migration.modes import free_bytes
 from etc_agent.parallel.config import Coordinate
 from etc_agent.state.layout import Manifest
 from etc_agent.worker.change.exchange import gather_json
-from etc_agent.worker.redundancy.copy_set import ChangedError, CopySet, held_now
+from etc_agent.worker.redundancy.copy_set import ChangedError, CopySet, Pending, held_now
 from etc_agent.worker.redundancy.exchange import CopyPlan, exchange, make_plan
 from etc_agent.worker.redundancy.layout import OwnLayout, Places
 
@@ -49,11 +52,11 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Exchange:
-    """Order to the thread: complete a copy set. `copied`: event of the GPU's copies, None on the CPU."""
+    """Order to the thread: complete a copy set. `pending`: what is still to be copied of this worker's own state, None
+    where that could not be copied."""
 
     copies: CopySet
-    copied: torch.cuda.Event | None
-    is_taken: bool
+    pending: Pending | None
 
 
 class Copier:
@@ -81,6 +84,8 @@ class Copier:
         self._at = at
         self._orders: queue.SimpleQueue[_Plan | _Exchange | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._is_copied = threading.Event()
+        self._is_copied.set()
         self._ballot = BUSY
         self._num_plans_due = 0
         self._is_planned = False
@@ -116,18 +121,19 @@ class Copier:
         assert self._ballot == number, "no rank goes on before all have begun the set"
         self._last_step, self._ballot = step, BUSY
         copies = self._take_free()
-        copies.number, is_taken, copied = number, True, None
+        copies.number, pending = number, None
         try:
-            copies.take(state, self._device, self._at, number, step)
+            pending = copies.take(state, self._device, self._at, number, step)
+            self._is_copied.clear()
         except EtcError as error:
-            is_taken = False
             if not isinstance(error, ChangedError):
                 self._has_given_up = True
                 _log.exception("no further copies of the state are made in this generation")
-        if is_taken and self._device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
-        self._orders.put(_Exchange(copies, copied, is_taken))
+        self._orders.put(_Exchange(copies, pending))
+
+    def await_copied(self) -> None:
+        """Wait until the copies that were begun at the last safe point are made: only then the state may be updated."""
+        self._is_copied.wait()
 
     # -- after a loss ----------------------------------------------------------------------------------------------
 
@@ -148,6 +154,7 @@ class Copier:
         Raises:
             EtcError: there is no complete copy set of that step, or it does not fit the state any more.
         """
+        self.await_copied()
         copies = self.of_step(step)
         if copies is None:
             raise EtcError(f"this worker has no copies of step {step}; all workers have to be restarted")
@@ -183,6 +190,8 @@ class Copier:
             _log.info("no further copies in this generation: %s", one_line(error))
         except Exception:
             _log.exception("no further copies of the state are made in this generation")
+        finally:
+            self._is_copied.set()
 
     def _make_plan(self, group: dist.ProcessGroup, manifest: Manifest) -> None:
         newest = self.newest
@@ -229,10 +238,11 @@ class Copier:
 
     def _complete_set(self, group: dist.ProcessGroup, order: _Exchange) -> None:
         assert self.plan is not None
-        if order.copied is not None:
-            order.copied.synchronize()
-        copies = order.copies
-        is_complete = exchange(group, self.plan.keeper_of(self._rank), copies, is_taken=order.is_taken)
+        if order.pending is not None:
+            order.pending.finish()
+            self._is_copied.set()
+        copies, is_taken = order.copies, order.pending is not None
+        is_complete = exchange(group, self.plan.keeper_of(self._rank), copies, is_taken=is_taken)
         with self._lock:
             if is_complete:
                 self._complete.append(copies)

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -45,6 +45,43 @@ def held_now(state: TrainState, device: torch.device, at: Coordinate) -> dict[Sh
 
 
 @dataclass(slots=True, eq=False)
+class Copies:
+    """Tensors to be copied, each onto the target at its place; both as bits."""
+
+    targets: list[torch.Tensor] = field(default_factory=list)
+    sources: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """Copies of parameters and optimizer state, which nothing writes to before the next update. `ready`: on a GPU, that
+    the update before is complete, and the buffers are copied."""
+
+    copies: Copies
+    device: torch.device
+    ready: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, copies: Copies, device: torch.device) -> Self:
+        if device.type != "cuda":
+            return cls(copies, device, None)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))
+        return cls(copies, device, ready)
+
+    def finish(self) -> None:
+        """Make the copies; on a GPU on a stream of their own, beside training. From any thread."""
+        if self.ready is None:
+            copy_bits(self.copies.targets, self.copies.sources)
+            return
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_event(self.ready)
+        with torch.cuda.stream(stream):
+            copy_bits(self.copies.targets, self.copies.sources)
+        stream.synchronize()
+
+
+@dataclass(slots=True, eq=False)
 class CopySet:
     """`number`: copy sets of a generation count from 1. `step`: the next step to run in this state.
 
@@ -79,8 +116,9 @@ class CopySet:
         """What the keeper of this worker gets."""
         return self.own[: self.layout.sent.num_bytes]
 
-    def take(self, state: TrainState, device: torch.device, at: Coordinate, number: int, step: int) -> None:
-        """Copy the state as it is now. On a GPU the copies are queued on the current stream, and complete later.
+    def take(self, state: TrainState, device: torch.device, at: Coordinate, number: int, step: int) -> Pending:
+        """Copy the buffers, to which a forward pass may write; returns the copies of all else, to be made before the
+        next update.
 
         Raises:
             ChangedError: the worker holds other shards than the layout has.
@@ -88,18 +126,21 @@ class CopySet:
         """
         held = held_now(state, device, at)
         check_same(self.layout.manifest, tuple(held))
-        sources, targets = [], []
+        buffers = {f"model.{name}" for name, _ in state.model.named_buffers()}
+        at_once, later = Copies(), Copies()
         by_name = {shard.tensor.name: shard for shard in held}
         for place in (*self.layout.sent.places, *self.layout.rest.places):
             shard = by_name[place.part.tensor.name]
             bits = as_bits(held[shard])
-            sources.append(bits if place.part == shard else bits[place.part.box.within(shard.box)])
-            targets.append(place.bits(self.own))
-        copy_bits(targets, sources)
+            copies = at_once if place.part.tensor.name in buffers else later
+            copies.sources.append(bits if place.part == shard else bits[place.part.box.within(shard.box)])
+            copies.targets.append(place.bits(self.own))
+        copy_bits(at_once.targets, at_once.sources)
         self.number, self.step = number, step
         self.shared, self.own_values = json.dumps(host_state(state)), json.dumps(own_state(state))
         self.host_streams = random.getstate(), np.random.get_state()
         self.kept_values.clear()
+        return Pending.of(later, device)
 
     def restore(self, state: TrainState, device: torch.device, at: Coordinate) -> None:
         """Put this worker's state back to that of `step`: tensors in place, host state, random stream; gradients are
