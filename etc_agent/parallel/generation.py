@@ -16,7 +16,8 @@ class Trigger(StrEnum):
 
     `START`: the job began. `REQUEST`: by `control/scale`. `NODES_CAME`: the job grew towards the wanted size.
     `NODE_LEAVES`: a node was told to leave. `FEWER_SLOTS`: of those that it wants fewer are there. `REFUSED`: the model
-    refused the config before. `NODE_LOST`, `WORKER_FAILED`: a loss.
+    refused the config before. The others are losses: of a node, of a worker that raised an error, was killed by a
+    signal, hung, or ended in an unclear way, and of a connection between workers that all live.
     """
 
     START = "start"
@@ -26,7 +27,21 @@ class Trigger(StrEnum):
     FEWER_SLOTS = "fewer_slots"
     REFUSED = "refused"
     NODE_LOST = "node_lost"
-    WORKER_FAILED = "worker_failed"
+    WORKER_RAISED = "worker_raised"
+    WORKER_KILLED = "worker_killed"
+    WORKER_HUNG = "worker_hung"
+    WORKER_ENDED = "worker_ended"
+    CONNECTION_LOST = "connection_lost"
+
+    @property
+    def is_loss(self) -> bool:
+        return self in _LOSSES
+
+
+_LOSSES = frozenset({
+    Trigger.NODE_LOST, Trigger.WORKER_RAISED, Trigger.WORKER_KILLED, Trigger.WORKER_HUNG, Trigger.WORKER_ENDED,
+    Trigger.CONNECTION_LOST,
+})
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Self
 
+from etc_agent.parallel.generation import Trigger
 from etc_agent.reconfig.records import History
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -52,14 +53,15 @@ class Distribution:
 class Account:
     """`changes`: (outcome, trigger) -> how many generations of the history. `restarts`: trigger -> how many times all
     workers were started afresh; the start of the job is none. `moved_bytes`: received by workers in migrations.
-    `stops`: stop times of changes. `phases`: phase of a preparation or a switch -> its durations, those of the slowest
-    worker of each change.
+    `stops`: stop times of planned changes. `recoveries`: of those in which a loss was handled in place. `phases`: phase
+    of a preparation or a switch -> its durations, those of the slowest worker of each change.
     """
 
     changes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     restarts: Mapping[str, int] = field(default_factory=dict)
     moved_bytes: int = 0
     stops: Distribution = Distribution()
+    recoveries: Distribution = Distribution()
     phases: Mapping[str, Distribution] = field(default_factory=dict)
 
     @classmethod
@@ -74,9 +76,18 @@ class Account:
             Counter((record.outcome, str(record.trigger)) for record in records),
             Counter(str(record.trigger) for record in records if record.is_restart),
             sum(record.moved_bytes for record in records),
-            Distribution.of(record.stop_ms / 1e3 for record in records if record.stop_ms is not None),
+            _stops(record for record in records if not record.trigger.is_loss),
+            _stops(record for record in records if record.trigger.is_loss),
             {name: Distribution.of(durations_s) for name, durations_s in phases.items()},
         )
+
+    @property
+    def losses(self) -> Mapping[str, int]:
+        """Trigger -> how many losses the job has gone on from, in place or by a restart."""
+        return {
+            trigger: count for (outcome, trigger), count in self.changes.items()
+            if outcome == "committed" and Trigger(trigger).is_loss
+        }
 
     def __add__(self, other: Account) -> Account:
         names = {*self.phases, *other.phases}
@@ -86,6 +97,7 @@ class Account:
             Counter(self.restarts) + Counter(other.restarts),
             self.moved_bytes + other.moved_bytes,
             self.stops + other.stops,
+            self.recoveries + other.recoveries,
             {name: self.phases.get(name, nothing) + other.phases.get(name, nothing) for name in names},
         )
 
@@ -95,6 +107,7 @@ class Account:
             "restarts": dict(self.restarts),
             "moved_bytes": self.moved_bytes,
             "stops": _listed(self.stops),
+            "recoveries": _listed(self.recoveries),
             "phases": {name: _listed(durations) for name, durations in self.phases.items()},
         }
 
@@ -105,8 +118,13 @@ class Account:
             value["restarts"],
             value["moved_bytes"],
             _distribution(value["stops"]),
+            _distribution(value["recoveries"]),
             {name: _distribution(listed) for name, listed in value["phases"].items()},
         )
+
+
+def _stops(records: Iterable[History]) -> Distribution:
+    return Distribution.of(record.stop_ms / 1e3 for record in records if record.stop_ms is not None)
 
 
 def _listed(durations: Distribution) -> list[Any]:

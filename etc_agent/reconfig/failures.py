@@ -18,6 +18,16 @@ _VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 EVIDENCE_S = 5.0
 """Seconds from the first sign of a hang until the leader acts: every node checks its workers and writes stacks
 first."""
+TRIGGERS = {
+    FailureKind.RAISED: Trigger.WORKER_RAISED,
+    FailureKind.KILLED: Trigger.WORKER_KILLED,
+    FailureKind.UNRESPONSIVE: Trigger.WORKER_HUNG,
+    FailureKind.HUNG: Trigger.WORKER_HUNG,
+    FailureKind.WAITING: Trigger.WORKER_HUNG,
+    FailureKind.SILENT: Trigger.WORKER_ENDED,
+    FailureKind.UNCLEAR: Trigger.WORKER_ENDED,
+    FailureKind.PEER_LOST: Trigger.CONNECTION_LOST,
+}
 
 
 OF_OTHERS = (FailureKind.UNCLEAR, FailureKind.PEER_LOST, FailureKind.WAITING)
@@ -131,7 +141,7 @@ def after_failure(view: View, failure: Failure, acks: list[Ack]) -> FreshStart |
     current = replace(current, restarts=current.restarts + 1, failed_as=signature, failed_alike=alike)
     what = f"restart {current.restarts} of {policy.max_restarts}: {what}"
     offenders = () if failure.kind in OF_OTHERS else (failure.slot,)
-    return FreshStart(current, what, Trigger.WORKER_FAILED, offenders)
+    return FreshStart(current, what, TRIGGERS[failure.kind], offenders)
 
 
 def over_budget(view: View, exit_code: int, what: str) -> EndJob | None:

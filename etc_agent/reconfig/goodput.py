@@ -1,7 +1,8 @@
 """For how long the job has trained, of the time that it has lived.
 
 The leader keeps this in ``status``. It counts steps, not time, so a new leader that reads it goes on where the one
-before stopped, and a step that is run twice counts once.
+before stopped, and a step that is run twice counts once. As workers tell their step once a second, a few steps may be
+missing where the job has gone back.
 """
 
 from __future__ import annotations
@@ -13,27 +14,33 @@ from typing import Any, Self
 @dataclass(frozen=True, slots=True)
 class Goodput:
     """`since`: when the job began, in seconds since 1970. `trained_s`: the steps that were completed for the first
-    time, each with the time that a step took then. `step`: the furthest next step so far; None before the first."""
+    time, each with the time that a step took then. `step`: the furthest next step so far, `last`: the last one told;
+    None before the first. `redone`: completed steps that the job went back over."""
 
     since: float
     trained_s: float = 0.0
     step: int | None = None
+    last: int | None = None
+    redone: int = 0
 
     def at(self, now: float, step: int, step_s: float) -> Goodput:
         """The job is about to run `step`, and its last step took `step_s` seconds; `now`: in seconds since 1970."""
-        if self.step is None:
-            return replace(self, step=step)
-        new = max(0, step - self.step)
+        if self.step is None or self.last is None:
+            return replace(self, step=step, last=step)
+        new, back = max(0, step - self.step), max(0, self.last - step)
         most_s = max(self.trained_s, now - self.since)
-        return replace(self, trained_s=min(self.trained_s + new * step_s, most_s), step=self.step + new)
+        trained_s = min(self.trained_s + new * step_s, most_s)
+        return replace(self, trained_s=trained_s, step=self.step + new, last=step, redone=self.redone + back)
 
     def life_s(self, now: float) -> float:
         """Seconds since the job began; never less than what it has trained, although two nodes' clocks may differ."""
         return max(now - self.since, self.trained_s)
 
     def to_json(self) -> dict[str, Any]:
-        return {"since": self.since, "trained_s": round(self.trained_s, 3), "step": self.step}
+        told = {"since": self.since, "trained_s": round(self.trained_s, 3), "step": self.step}
+        return {**told, "last": self.last, "redone": self.redone}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        return cls(float(value["since"]), float(value["trained_s"]), value["step"])
+        last, redone = value.get("last", value["step"]), value.get("redone", 0)
+        return cls(float(value["since"]), float(value["trained_s"]), value["step"], last, redone)

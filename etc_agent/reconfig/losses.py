@@ -14,6 +14,7 @@ from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.failures import (
     OF_OTHERS,
+    TRIGGERS,
     FreshStart,
     Verdict,
     after_failure,
@@ -141,9 +142,15 @@ def _counted(view: View, lost: Lost, raised: Failure | None = None) -> Lost | Ve
 
 
 def trigger_of(view: View, slots: Iterable[str]) -> Trigger:
-    """The kind of a loss: whether it is of whole nodes."""
-    nodes = {Slot.parse(slot).node for slot in slots}
-    return Trigger.NODE_LOST if nodes and nodes.isdisjoint(view.live) else Trigger.WORKER_FAILED
+    """The kind of the loss of the workers in `slots`; none: all of them live."""
+    lost = frozenset(slots)
+    if not lost:
+        return Trigger.CONNECTION_LOST
+    acks = [ack for (generation, _), ack in view.acks.items() if generation >= view.current.committed]
+    cause = first_cause(failure for ack in acks for failure in ack.failed if failure.slot in lost)
+    if cause is None or {Slot.parse(slot).node for slot in lost}.isdisjoint(view.live):
+        return Trigger.NODE_LOST
+    return TRIGGERS[cause.kind]
 
 
 def instead(view: View, committed: Generation, acks: list[Ack], lost: Lost, why: str) -> FreshStart | Verdict:

@@ -230,7 +230,7 @@ class Loss(_Json):
     `number`: grows with every worker that is lost while an earlier loss is handled, and from loss to loss. `slots`: the
     lost workers of the committed generation. `why`: for people. `agreement`: None until all survivors have frozen; it
     is kept when more workers are lost, since survivors may have acted on it. `phases_ms`: milliseconds of each phase of
-    the recovery that is over, as the leader saw it.
+    the recovery that is over, as the leader saw it. `trigger`: the kind of the first of these losses.
     """
 
     number: int
@@ -238,13 +238,15 @@ class Loss(_Json):
     why: str
     agreement: Agreement | None = None
     phases_ms: dict[str, float] = field(default_factory=dict)
+    trigger: Trigger = Trigger.NODE_LOST
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
         record = super(Loss, cls).from_json(value)
         agreement: Any = record.agreement
         return replace(
-            record, slots=tuple(record.slots), agreement=Agreement.from_json(agreement) if agreement else None
+            record, slots=tuple(record.slots), agreement=Agreement.from_json(agreement) if agreement else None,
+            trigger=Trigger(record.trigger),
         )
 
 

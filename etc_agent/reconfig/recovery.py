@@ -15,7 +15,7 @@ from etc_agent.control.redundancy import Scheme
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.planner.choose import NoConfigError
-from etc_agent.reconfig.failures import names
+from etc_agent.reconfig.failures import FreshStart, names
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed, roles_of, store_on
 from etc_agent.reconfig.given_up import with_refusal
 from etc_agent.reconfig.losses import Lost, can_continue, instead, look, survivors, trigger_of
@@ -52,7 +52,9 @@ def _begin(view: View, committed: Generation, acks: list[Ack], lost: Lost) -> De
     if obstacle := _obstacle(view, committed, slots):
         return _instead(view, committed, acks, everything, obstacle)
     number = current.losses + 1
-    loss = Loss(number, slots, why, before.agreement if before else None, before.phases_ms if before else {})
+    loss = replace(before, number=number, slots=slots, why=why) if before else Loss(
+        number, slots, why, trigger=trigger_of(view, slots)
+    )
     proposed = view.generations.get(current.proposed)
     write = Write(current)
     if proposed is not None and current.phase is Phase.PROPOSED:
@@ -125,6 +127,8 @@ def _instead(view: View, committed: Generation, acks: list[Ack], lost: Lost, why
     """Every worker has to be started afresh after all."""
     cleared = replace(view, current=replace(view.current, loss=None))
     verdict = instead(cleared, committed, acks, replace(lost, current=cleared.current), f"not handled in place: {why}")
+    if isinstance(verdict, FreshStart) and view.current.loss is not None:
+        verdict = replace(verdict, trigger=view.current.loss.trigger)
     decision = carry_out(cleared, verdict)
     assert decision is not None
     return decision
@@ -246,7 +250,7 @@ def _propose(view: View, committed: Generation, loss: Loss, acks: list[Ack]) -> 
     generation = Generation(
         view.current.next_id, room.config, placement, store_on(view, placement[0].node),
         previous=committed.id, reason=f"{loss.why}; {room.described(placement)}{_from_where(loss)}",
-        roles=roles_of(view, placement), lost=lost, trigger=trigger_of(view, loss.slots),
+        roles=roles_of(view, placement), lost=lost, trigger=loss.trigger,
     )
     current = replace(
         view.current, proposed=generation.id, phase=Phase.PROPOSED, next_id=generation.id + 1,

@@ -39,7 +39,7 @@ def same(one: Account, other: Account) -> bool:
 
 def _flat(account: Account) -> list[object]:
     found: list[object] = [sorted(account.changes.items()), sorted(account.restarts.items()), account.moved_bytes]
-    for name, durations in [("", account.stops), *sorted(account.phases.items())]:
+    for name, durations in [("", account.stops), ("", account.recoveries), *sorted(account.phases.items())]:
         found += [name, durations.counts, durations.sum_s]
     return found
 
@@ -66,14 +66,24 @@ def test_the_start_of_the_job_is_no_restart_and_a_change_in_place_is_none_either
     assert Account.of([first, grown, lost]).restarts == {"node_lost": 1}
 
 
+def test_a_recovery_in_place_is_no_planned_stop() -> None:
+    planned = History(2, "DP2", 1, "asked", "committed", stop_ms=50.0, trigger=Trigger.REQUEST)
+    killed = replace(planned, generation=3, stop_ms=700.0, trigger=Trigger.WORKER_KILLED)
+    refused = replace(killed, generation=4, stop_ms=None, outcome="withdrawn")
+    account = Account.of([planned, killed, refused])
+    assert (account.stops.sum_s, account.recoveries.sum_s) == (0.05, 0.7)
+    assert account.losses == {"worker_killed": 1}
+
+
 def test_steps_count_once_and_a_new_leader_goes_on_from_what_the_one_before_wrote() -> None:
     goodput = Goodput(since=100.0).at(100.0, 40, 1.0)
     assert goodput.trained_s == 0.0, "a job that starts at step 40 has not trained 40 steps"
     goodput = goodput.at(110.0, 45, 1.0)
     goodput = Goodput.from_json(json.loads(json.dumps(goodput.to_json())))
     assert goodput.at(130.0, 42, 1.0).trained_s == 5.0, "after a restart from step 40"
-    again = goodput.at(130.0, 42, 1.0).at(140.0, 47, 2.0)
+    again = goodput.at(130.0, 42, 1.0).at(135.0, 43, 1.0).at(140.0, 47, 2.0)
     assert (again.trained_s, again.life_s(140.0)) == (9.0, 40.0)
+    assert again.redone == 3
 
 
 def test_no_job_trains_for_longer_than_it_lives() -> None:

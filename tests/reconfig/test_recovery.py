@@ -11,7 +11,7 @@ from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import Freeze, PeerLost
 from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.member import summarise
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
@@ -52,6 +52,7 @@ def test_the_survivors_of_a_killed_worker_go_on_without_a_restart() -> None:
     history = cluster.history[recovered.id]
     assert (history.outcome, history.kept, history.started, history.stopped) == ("committed", 3, 0, 0)
     assert {"freeze", "decide", "prepare", "switch"} <= set(history.phases_ms)
+    assert history.trigger is Trigger.WORKER_KILLED
     cluster.assert_consistent()
 
 
@@ -198,6 +199,7 @@ def test_a_worker_that_raises_is_the_jobs_failure_unless_it_is_to_be_replaced() 
     cluster.fail("b", 1, bug)
     cluster.run()
     assert cluster.committed.is_fresh
+    assert cluster.committed.trigger is Trigger.WORKER_RAISED
     cluster = four(replace(STAGES, max_restarts=1, replaces_raised=True))
     cluster.fail("b", 1, bug)
     cluster.run()
@@ -233,6 +235,7 @@ def test_a_connection_that_was_cut_heals_in_place_when_nobody_turns_out_to_be_de
     cluster.run()
     assert cluster.committed.id == 2
     assert cluster.committed.lost == ()
+    assert cluster.committed.trigger is Trigger.CONNECTION_LOST
     assert cluster.committed.placement == cluster.generations[1].placement
     assert cluster.config == "PP2TP1DP2"
     assert cluster.current.restarts == 0
@@ -279,6 +282,7 @@ def test_a_worker_that_hangs_alone_is_ended_and_the_others_go_on() -> None:
     cluster.run()
     assert cluster.committed.lost == (Slot("b", 0),)
     assert ("b", 0) not in cluster.running()
+    assert cluster.committed.trigger is Trigger.WORKER_HUNG
     cluster.assert_consistent()
 
 

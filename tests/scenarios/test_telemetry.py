@@ -19,6 +19,7 @@ from running import TINY_JOB, Etcd, EtcRun, standalone, steps_of, wait_for_more_
 from etc_agent.rendezvous.private.server import EtcdServer
 
 Cleanup = Callable[[EtcRun], EtcRun]
+LOSSES = ("node_lost", "worker_raised", "worker_killed", "worker_hung", "worker_ended", "connection_lost")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -86,12 +87,20 @@ def assert_equal_to(history: list[dict[str, Any]], samples: Samples) -> None:
     assert total(samples, "reconfigurations_total") == len(history)
     fresh = [each for each in history if each["previous"] == 0]
     assert total(samples, "restarts_total") == len(fresh) - 1
+    committed = [each for each in history if each["outcome"] == "committed"]
+    losses = Counter(each["trigger"] for each in committed if each["trigger"] in LOSSES)
+    assert total(samples, "failures_handled_total") == losses.total()
+    for kind, count in losses.items():
+        assert value(samples, "failures_handled_total", kind=kind) == count
+    assert value(samples, "hangs_total") == losses["worker_hung"]
     assert value(samples, "moved_bytes_total") == sum(each["moved_bytes"] for each in history)
-    stops = [each["stop_ms"] / 1e3 for each in history if each["stop_ms"] is not None]
-    assert value(samples, "stop_seconds_count") == len(stops)
-    assert abs(value(samples, "stop_seconds_sum") - sum(stops)) < 1e-6
-    for le in (0.05, 0.1, 1.0):
-        assert value(samples, "stop_seconds_bucket", le=str(le)) == sum(stop <= le for stop in stops)
+    for name, is_loss in (("stop_seconds", False), ("recovery_seconds", True)):
+        records = [each for each in history if (each["trigger"] in LOSSES) is is_loss]
+        stops = [each["stop_ms"] / 1e3 for each in records if each["stop_ms"] is not None]
+        assert value(samples, f"{name}_count") == len(stops)
+        assert abs(value(samples, f"{name}_sum") - sum(stops)) < 1e-6
+        for le in (0.05, 0.1, 1.0):
+            assert value(samples, f"{name}_bucket", le=str(le)) == sum(stop <= le for stop in stops)
     for name, prefix in (("phases_ms", ""), ("prepare_ms", "prepare_")):
         for phase in {phase for each in history for phase in each[name]}:
             durations = [each[name][phase] / 1e3 for each in history if phase in each[name]]
@@ -145,6 +154,10 @@ def test_every_number_is_that_of_the_history_over_a_change_a_drain_and_a_failure
     assert_equal_to(history, samples)
     assert value(samples, "generation") == history[-1]["generation"] == etcd.get("current")["committed"]
     assert value(samples, "restart_budget_remaining") == 3 - etcd.get("current")["restarts"]
+    assert value(samples, "failures_handled_total", kind="worker_killed") == 1
+    assert total(samples, "restarts_total") == 0, "the survivor went on in place"
+    assert value(samples, "recovery_seconds_count") == 1
+    assert value(samples, "steps_redone_total") == 0
     assert total(samples, "is_leader") == 1, "a drained leader's place is taken"
     trained_s, life_s = value(samples, "trained_seconds_total"), value(samples, "life_seconds_total")
     assert 0 < trained_s < life_s

@@ -124,6 +124,9 @@ def _of_job(records: JobRecords, facts: NodeFacts) -> tuple[Family, ...]:
                 Sample(job, goodput.trained_s),
             ),
             _counter("life_seconds", "Seconds since the job began.", Sample(job, goodput.life_s(facts.now))),
+            _counter(
+                "steps_redone", "Completed steps that the job went back over after a loss.", Sample(job, goodput.redone)
+            ),
         ]
     return tuple(found)
 
@@ -167,10 +170,21 @@ def _of_account(account: Account, run_id: str) -> tuple[Family, ...]:
             "restarts", "Times that all workers were started afresh, by what made it necessary.",
             *(Sample({**job, "reason": trigger}, account.restarts.get(trigger, 0)) for trigger in restarting),
         ),
+        _counter(
+            "failures_handled", "Losses that the job has gone on from, in place or by a restart.",
+            *(
+                Sample({**job, "kind": trigger}, account.losses.get(trigger, 0))
+                for trigger in Trigger if trigger.is_loss
+            ),
+        ),
+        _counter(
+            "hangs", "Losses that were workers which hung.", Sample(job, account.losses.get(Trigger.WORKER_HUNG, 0))
+        ),
         _counter("moved_bytes", "Bytes of state that workers have received in changes.",
                  Sample(job, account.moved_bytes)),
-        _histogram("stop_seconds", "From the last step before a change to the end of the first one after it.",
+        _histogram("stop_seconds", "From the last step before a planned change to the end of the first one after it.",
                    Sample(job, account.stops)),
+        _histogram("recovery_seconds", "The same where a loss was handled in place.", Sample(job, account.recoveries)),
         _histogram(
             "phase_seconds", "Phases of changes, of the slowest worker; those beside training begin with prepare_.",
             *(Sample({**job, "phase": name}, durations) for name, durations in sorted(account.phases.items())),

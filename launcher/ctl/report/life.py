@@ -10,13 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from etc_agent.parallel.generation import Generation, Trigger
+from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.records import History
 from launcher.ctl.exits import CtlError, Exit
 from launcher.ctl.jobs import Job
-
-_FAILURES = (Trigger.NODE_LOST, Trigger.WORKER_FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class Era:
     @property
     def is_failure(self) -> bool:
         """Whether a loss led to it."""
-        return self.record.trigger in _FAILURES
+        return self.record.trigger.is_loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def put_life(client: EtcdClient, keys: JobKeys) -> None:
         outcome="withdrawn", trigger="request", why="<b>this model</b> is data parallel", time=BEGIN + 1200)
     generation(4, 1800, "a/0 a/1", 2, "node_lost", "node b was lost", kept=2, moved_bytes=1 << 20,
                stop_ms=900.0, phases_ms={"migrate": 10.0}, step=1700)
-    generation(5, 2400, "a/0 a/1", 0, "worker_failed", "restart 1 of 3: the worker on a/1 failed: boom",
+    generation(5, 2400, "a/0 a/1", 0, "worker_raised", "restart 1 of 3: the worker on a/1 failed: boom",
                started=2)
     put(client, keys.current, committed=5, outcome="succeeded", why="every worker has finished", restarts=1)
     put(client, keys.status, generation=5, step=3000, num_steps=3000, time=BEGIN + 3600,
