@@ -44,6 +44,7 @@ from etc_agent.agent.settings import JobSettings
 from etc_agent.agent.stores import Stores
 from etc_agent.agent.telemetry import verdict
 from etc_agent.agent.telemetry.telemetry import Telemetry
+from etc_agent.control.checkpoint_settings import newest_step
 from etc_agent.errors import EtcError
 from etc_agent.places import socket_folder
 from etc_agent.reconfig.fencing import Fencing
@@ -77,7 +78,9 @@ def run_job(settings: JobSettings) -> JobEnd:
         may_pass = isinstance(error, EtcdUnavailable)
         verdict.write(file, verdict.Verdict.refused(run_id, error, 1, start_again=may_pass))
         raise
-    verdict.write(file, verdict.Verdict.of(run_id, end))
+    if file is not None:
+        saved = newest_step(settings.checkpoint.folder) if settings.checkpoint else None
+        verdict.write(file, verdict.Verdict.of(run_id, end, saved))
     return end
 
 

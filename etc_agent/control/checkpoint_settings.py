@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Self
@@ -15,6 +16,9 @@ STEPS_VARIABLE: Final = "ETC_CHECKPOINT_STEPS"
 SECONDS_VARIABLE: Final = "ETC_CHECKPOINT_S"
 KEEP_VARIABLE: Final = "ETC_CHECKPOINT_KEEP"
 STOP_VARIABLE: Final = "ETC_CHECKPOINT_ON_STOP"
+
+NAME: Final = re.compile(r"step-(\d+)")
+"""The name of a complete checkpoint's folder, which it gets last of all, and in it the next step to run."""
 
 DEFAULT_SECONDS: Final = 600.0
 DEFAULT_KEEP: Final = 2
@@ -79,6 +83,15 @@ class Checkpoint:
             KEEP_VARIABLE: str(self.keep),
             STOP_VARIABLE: f"{self.on_stop_s:g}",
         }
+
+
+def newest_step(folder: str) -> int | None:
+    """The step from which the newest checkpoint in `folder` goes on; None where there is none, or none can be seen."""
+    try:
+        steps = [int(match[1]) for name in os.listdir(folder) if (match := NAME.fullmatch(name))]
+    except OSError:
+        return None
+    return max(steps, default=None)
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

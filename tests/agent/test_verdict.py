@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from etc_agent.agent.ending import Ending, Facts, end_of
+from etc_agent.agent.job_end import JobEnd
 from etc_agent.agent.settings import Timeouts
 from etc_agent.agent.telemetry.verdict import RUNNING, Verdict, begin, running, write
+from etc_agent.control.checkpoint_settings import newest_step
 from etc_agent.errors import EtcError
 from etc_agent.reconfig.records import Current, Outcome
 from launcher.options import parse_command_line, typed_before_script
@@ -69,6 +71,18 @@ def test_the_file_is_replaced_as_a_whole_and_nothing_is_left_beside_it(tmp_path:
     found = json.loads(file.read_text())
     assert (found["outcome"], found["exit_code"], found["why"]) == ("refused", 1, "no etcd")
     assert [each.name for each in file.parent.iterdir()] == [file.name]
+
+
+def test_the_step_of_the_newest_checkpoint_is_the_one_to_go_on_from(tmp_path: Path) -> None:
+    for name in ("step-9", "step-10", ".step-11.gen3", "step-x"):
+        (tmp_path / name).mkdir()
+    assert newest_step(str(tmp_path)) == 10
+    assert newest_step(str(tmp_path / "step-9")) is None
+    assert newest_step(str(tmp_path / "missing")) is None
+    end = JobEnd(143, "stopped", 15, ending=Ending.STOPPED, start_again=True, step=12)
+    write(tmp_path / "verdict.json", Verdict.of("job", end, 10))
+    found = json.loads((tmp_path / "verdict.json").read_text())
+    assert (found["step"], found["checkpoint"], found["start_again"]) == (12, 10, True)
 
 
 def test_a_device_is_written_to_and_not_replaced() -> None:

@@ -26,9 +26,11 @@ RUNNING = "running"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`outcome`: an `Ending`, or `RUNNING`. `exit_code`: None while it runs. `why`: one line. `step`: the first step
-    that has not been completed; the script's own checkpoint decides from which it really goes on. None where no steps
-    are known. `start_again`: whether the same command may get further than this one has."""
+    """`outcome`: an `Ending`, or `RUNNING`. `exit_code`: None while it runs. `why`: one line. `start_again`: whether
+    the same command may get further than this one has. `step`: the first step that has not been completed; None where
+    no steps are known. `checkpoint`: the step from which the newest checkpoint of the job file's folder goes on; None
+    where there is none: then the script's own decides.
+    """
 
     run_id: str
     outcome: str
@@ -36,10 +38,11 @@ class Verdict:
     why: str
     start_again: bool
     step: int | None = None
+    checkpoint: int | None = None
 
     @classmethod
-    def of(cls, run_id: str, end: JobEnd) -> Verdict:
-        return cls(run_id, end.ending, end.exit_code, end.why, end.start_again, end.step)
+    def of(cls, run_id: str, end: JobEnd, checkpoint: int | None = None) -> Verdict:
+        return cls(run_id, end.ending, end.exit_code, end.why, end.start_again, end.step, checkpoint)
 
     @classmethod
     def refused(cls, run_id: str, error: Exception, exit_code: int, *, start_again: bool) -> Verdict:

@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from etc_agent.control.checkpoint_settings import NAME
 from etc_agent.errors import EtcError
 
 MARKER: Final = "etc-run.json"
 METADATA: Final = ".metadata"
 _PROGRESS: Final = "progress.json"
-_NAME: Final = re.compile(r"step-(\d+)")
 _UNFINISHED: Final = re.compile(r"\.step-\d+\.\w+")
 
 
@@ -144,7 +144,7 @@ def is_complete(path: Path) -> bool:
 def newest_first(folder: Path) -> list[Path]:
     """Every checkpoint that has its final name, complete or not."""
     try:
-        found = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and entry.is_dir()]
+        found = [entry for entry in folder.iterdir() if NAME.fullmatch(entry.name) and entry.is_dir()]
     except OSError:
         return []
     return sorted(found, key=_step_of, reverse=True)
