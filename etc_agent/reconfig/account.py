@@ -118,7 +118,7 @@ class Account:
             value["restarts"],
             value["moved_bytes"],
             _distribution(value["stops"]),
-            _distribution(value["recoveries"]),
+            _distribution(value["recoveries"]) if "recoveries" in value else Distribution(),
             {name: _distribution(listed) for name, listed in value["phases"].items()},
         )
 

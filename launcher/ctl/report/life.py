@@ -97,7 +97,7 @@ class Life:
     @property
     def stopped_s(self) -> float:
         """All stop times together, restarts not included."""
-        return self.account.stops.sum_s
+        return self.account.stops.sum_s + self.account.recoveries.sum_s
 
     @property
     def median_stop_s(self) -> float | None:
