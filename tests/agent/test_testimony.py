@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,15 +29,17 @@ from etc_agent.rendezvous.private.server import EtcdServer
 from tests.rendezvous.etcd_helpers import make_certificates, run_etcdctl
 
 AGENT = """
-import json, subprocess, sys, time
+import json, os, subprocess, sys, time
+from pathlib import Path
 from etc_agent.agent.safety.guardian import Guardian
 case = json.loads(sys.stdin.readline())
 guardian = Guardian()
 guardian.testify(case, case["limit_s"])
+guardian.remove_folder(Path(sys.argv[2]))
 with guardian.starting():
     worker = subprocess.Popen(
         ["sh", "-c", "sleep 600 & echo $!; wait"], start_new_session=True, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env={**os.environ, "ETC_CONTROL_SOCKET": f"{sys.argv[2]}/control.sock"},
     )
     if sys.argv[1] == "starting":
         print(guardian.pid, worker.pid, flush=True)
@@ -56,7 +60,7 @@ class Agent:
 
 @contextmanager
 def agent_of(case: Case, how: str = "normal") -> Iterator[Agent]:
-    command = [sys.executable, "-c", AGENT, how]
+    command = [sys.executable, "-c", AGENT, how, f"{tempfile.gettempdir()}/none-{uuid.uuid4().hex}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as process:
         assert process.stdin is not None
@@ -126,12 +130,13 @@ def test_when_all_workers_of_a_killed_agent_have_ended_its_record_and_the_lead_g
         watch.cancel()
 
 
-def test_nothing_is_said_of_an_agent_that_was_just_starting_a_worker(
+def test_a_worker_that_an_agent_was_just_starting_is_killed_and_nothing_is_said(
     client: EtcdClient, keys: JobKeys, settings: EtcdSettings
 ) -> None:
     register(client, keys)
     with agent_of(case_of(settings, keys), "starting") as agent:
         agent.process.kill()
+        wait_until(lambda: not are_running(agent.workers), "the end of the worker")
         assert said_by(agent) == ""
         assert client.get(keys.gone("a")) is None
         assert client.get(keys.node("a")) is not None

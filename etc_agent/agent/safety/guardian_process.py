@@ -21,6 +21,9 @@ _FOR_OTHERS = (
     signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM,
 )
 """Signals that a scheduler may send to every process of a job; only the agent has to act on them."""
+_SOCKET = "ETC_CONTROL_SOCKET"
+_NEWCOMERS_S = 2.0
+"""For how long processes are looked for that the agent was starting when it died: they appear a moment later."""
 _TESTIMONY = "etc_agent.agent.safety.testimony"
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
@@ -71,6 +74,8 @@ def main() -> None:
     deadline = time.monotonic() + orders.testify_s
     testimony = _begin_testimony(orders)  # before the groups are killed: it starts while they end
     kill(orders.groups)
+    if orders.is_starting:
+        _kill_newcomers(orders.folders)
     if testimony is not None:
         # Whether a process that had just been started is running, nobody knows: then the lease has to run out.
         if not orders.is_starting and wait_for_end(orders.groups, deadline):
@@ -112,6 +117,26 @@ def kill(groups: set[int]) -> None:
                 break
             except (ProcessLookupError, PermissionError):
                 continue
+
+
+def _kill_newcomers(folders: list[str]) -> None:
+    """Kill processes that were being started when the agent died, and their groups. In their environments they have a
+    socket in one of `folders`, which are the agent's own."""
+    deadline = time.monotonic() + _NEWCOMERS_S
+    while folders and time.monotonic() < deadline:
+        for name in os.listdir("/proc"):
+            if name.isdigit() and _has_socket_in(folders, name):
+                kill({int(name)})
+        time.sleep(_AGAIN_S)
+
+
+def _has_socket_in(folders: list[str], pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:
+        return False
+    return any(variable.startswith(f"{_SOCKET}={folder}/".encode()) for variable in variables for folder in folders)
 
 
 def wait_for_end(groups: set[int], deadline: float) -> bool:
