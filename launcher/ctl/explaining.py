@@ -40,7 +40,7 @@ def explain(job: Job) -> str:
 
 def _recovering(job: Job, loss: Loss) -> str:
     lost = f"Generation {job.current.committed} has lost {_list(loss.slots)} ({loss.why})"
-    if loss.agreement is not None:
+    if loss.agreement is not None and loss.agreement.loss == loss.number:
         return f"{lost}; the survivors continue from step {loss.agreement.step}, in a generation that is being built."
     nodes = job.committed.nodes if job.committed else ()
     alive = {node.name for node in job.nodes}

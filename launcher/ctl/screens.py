@@ -57,7 +57,7 @@ def _facts(status: Mapping[str, Any], now: float) -> dict[str, str]:
         "mistake": escape(status["pause_mistake"] or ""),
         "last change": _last_change(status["last_change"], now),
         "restarts": f"{used} of {most} used" if most is not None else str(used),
-        "handled in place": f"{status['losses']} losses" if status["losses"] else "",
+        "losses": f"{status['losses']} handled in place" if status["losses"] else "",
         "can lose": _survives(status["survives"]),
         "leader": escape(status["leader"] or "none"),
         "cordoned": "; ".join(f"{escape(each['name'])} {_order(each, now)}".strip() for each in status["cordons"]),

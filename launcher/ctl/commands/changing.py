@@ -120,8 +120,8 @@ def drain(
 def cordon(client: EtcdClient, keys: JobKeys, slot: tuple[str, int | None], why: str, output: Output) -> None:
     """Keep workers off a node, or off one slot of it.
 
-    Workers that are there are moved to other slots where there are some; the node stays in the job. The mark holds
-    until etc-ctl uncordon, also when the job is started again under the same run id.
+    A worker that is there stays; to move those of a whole node away, drain it. The mark holds until etc-ctl uncordon,
+    also when the job is started again under the same run id.
 
     \b
     etc-ctl cordon node7 --why 'ECC errors'
@@ -130,7 +130,7 @@ def cordon(client: EtcdClient, keys: JobKeys, slot: tuple[str, int | None], why:
     is_here = asking.cordon(client, keys, *slot, why)
     name = _name(slot)
     later = "" if is_here else f"; no node {slot[0]} is here now, it counts when one joins"
-    output.show({"cordoned": name, "is_here": is_here}, lambda: f"{name} is cordoned: it takes no workers{later}")
+    output.show({"cordoned": name, "is_here": is_here}, lambda: f"{name} is cordoned: it takes no new workers{later}")
 
 
 @click.command()

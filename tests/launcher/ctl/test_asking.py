@@ -159,7 +159,7 @@ def test_every_answer_to_a_request_is_a_json_object(ctl: Ctl, client: EtcdClient
 
 
 def test_a_cordon_is_a_key_with_reason_author_and_time(ctl: Ctl, client: EtcdClient, keys: JobKeys) -> None:
-    assert ctl("cordon", "a/3", "--why", "ECC errors").out == "a/3 is cordoned: it takes no workers\n"
+    assert ctl("cordon", "a/3", "--why", "ECC errors").out == "a/3 is cordoned: it takes no new workers\n"
     assert "it counts when one joins" in ctl("cordon", "later").out
     written = client.get("/etc-run/demo/control/cordon/a/3")
     assert written is not None

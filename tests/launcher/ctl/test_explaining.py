@@ -75,8 +75,15 @@ CASES = {
         job(LOSING, Ack(3, "b", frozen=NodeFrozen(1, 3, 7))),
         "Generation 3 has lost b/0 (b/0 was killed); it waits for the workers of a to say which step",
     ),
+    "lost again after they agreed": (
+        job(
+            replace(LOSING, loss=Loss(2, ("b/0",), "b/0 was killed", Agreement(3, 7, loss=1))),
+            Ack(3, "b", frozen=NodeFrozen(2, 3, 7)),
+        ),
+        "Generation 3 has lost b/0 (b/0 was killed); it waits for the workers of a to say which step",
+    ),
     "agreed": (
-        job(replace(LOSING, loss=Loss(1, ("b/0",), "b/0 was killed", Agreement(3, 7)))),
+        job(replace(LOSING, loss=Loss(1, ("b/0",), "b/0 was killed", Agreement(3, 7, loss=1)))),
         "Generation 3 has lost b/0 (b/0 was killed); the survivors continue from step 7, in a generation",
     ),
     "failed": (

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launcher.ctl.conftest import Ended, ctl_bare
-from tests.scenarios.running import TINY_JOB, Etcd, EtcRun, etcd_of, standalone, wait_for_step, wait_for_workers
+from tests.scenarios.running import (
+    TINY_JOB,
+    Etcd,
+    EtcRun,
+    etcd_of,
+    standalone,
+    steps_of,
+    wait_for_step,
+    wait_for_workers,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -49,6 +61,12 @@ def test_a_running_job_is_looked_at_previewed_changed_and_stopped(
     assert look["nodes"][0]["step"] > 0
     logged = ctl("logs", f"{node['name']}/1", "-o", "json").lines
     assert {Path(each["file"]).parent.name for each in logged} == {"1"}
+    os.kill(next(line["pid"] for line in reversed(steps_of(tmp_path)) if line["rank"] == 1), signal.SIGKILL)
+    (loss,) = wait_until(lambda: ctl("history", "--grep", "SIGKILL", "-o", "json").lines, "the loss in the history")
+    assert (loss["trigger"], loss["previous"] > 0, loss["kept"]) == ("worker_failed", True, 1)
+    assert ctl("status", "-o", "json").json["losses"] == 1
+    assert ctl("report", "-o", str(tmp_path / "r.html"), "--output", "json").json["failures"] == 1
+    assert "handled in place: 1 workers kept" in (tmp_path / "r.html").read_text()
     assert ctl("stop", "--why", "seen enough", "--wait").code == 0
     assert run.wait() == 143
     assert "an administrator stopped it: seen enough" in run.output
