@@ -60,8 +60,10 @@ def test_an_extra_that_cannot_be_read_on_one_rank_is_a_warning_and_no_rank_waits
     folder = tmp_path / "saved"
     fault = {"checkpoint": {"folder": str(folder), "every_steps": 10}, "unreadable": ["own", 1]}
     with MiniAgent(tmp_path, fault=fault, verify=False) as agent:
+        (tmp_path / "unreadable").touch()
         agent.start("PP1TP1DP2")
         agent.wait_for(lambda: "the state of own is not at hand" in agent.logs(), "a warning")
+        (tmp_path / "unreadable").unlink()
         assert check(wait_for_checkpoint(agent, folder, 20)).config == "PP1TP1DP2"
         agent.last_step_in(20)
         assert set(agent.finish().values()) == {0}
