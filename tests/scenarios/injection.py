@@ -80,18 +80,17 @@ class InjectedRun:
 
     def die_in_change(self, death: Death, config: str) -> None:
         """Ask for `config`; on the way there it happens."""
-        self.settle()
-        before = workers_of(self.job)
+        generation, workers = self.settle(), workers_of(self.job)
+        pids = {line["rank"]: line["pid"] for line in self.lines() if line["generation"] == generation}
         death.write(self.folder)
         self.etcd.scale(config)
         self._await_death("die-change.json", f"a death in the change to {config}")
-        if death.who not in ("joiner", "leaver"):
-            generation = self.etcd.get("current")["committed"]
-            pids = {line["rank"]: line["pid"] for line in self.lines() if line["generation"] == generation}
-            self._bury({pids[death.who]: f"{death.point} in a change"})
-        elif death.who == "leaver":
-            gone = wait_until(lambda: before - workers_of(self.job), "a death")
-            self._bury({pid: f"{death.point} in a change" for pid in gone})
+        if death.who == "leaver":
+            wait_until(lambda: workers - workers_of(self.job), "a death")
+            victims = workers - workers_of(self.job)
+        else:
+            victims = {pids[death.who]} if death.who != "joiner" else set()
+        self._bury(dict.fromkeys(victims, f"{death.point} in the change to {config}"))
 
     def _await_death(self, name: str, what: str) -> None:
         def has_come() -> bool:
