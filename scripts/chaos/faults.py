@@ -81,7 +81,9 @@ def _scale(cluster: Cluster, rng: random.Random) -> Injected | None:
     if not cluster.etcd_is_there:
         return None
     most = cluster.num_nodes * cluster.num_slots
-    sizes = ["max", "max", *map(str, range(1, most + 1)), *(f"nodes={n + 1}" for n in range(cluster.num_nodes))]
+    # Mostly sizes at which every part of the state has several holders, so that losses are met in place.
+    sizes = [*["max"] * (4 * cluster.num_nodes), *map(str, range(1, most + 1))]
+    sizes += [f"nodes={n + 1}" for n in range(cluster.num_nodes)]
     configs = ["PP2TP1DP1", "PP1TP1DP2", "PP2TP1DP2", "PP1TP2DP2", "PP1TP1DP3", "PP1TP1DP4", "PP1TP1DP5", "rubbish"]
     size = rng.choice(sizes + configs)
     return Injected(f"control/scale {size}", request=cluster.client.put(cluster.keys.scale, size))
@@ -214,7 +216,7 @@ def _cut(cluster: Cluster, rng: random.Random, hold_s: float) -> Injected | None
 
 
 FAULTS = (
-    Fault("join", Nature.PLANNED, 8, _join),
+    Fault("join", Nature.PLANNED, 14, _join),
     Fault("sigterm", Nature.PLANNED, 3, _sigterm),
     Fault("drain", Nature.PLANNED, 3, _drain),
     Fault("scale", Nature.PLANNED, 5, _scale),

@@ -26,13 +26,15 @@ class RestartedError(AssertionError):
 
 @dataclass
 class InjectedRun:
-    """A running job of `injected_job`. `dead`: the pids that were killed, with what killed them, in that order."""
+    """A running job of `injected_job`. `dead`: the pids of workers that had trained and were killed, with what killed
+    them, in that order. `num_deaths`: those of joiners included."""
 
     folder: Path
     job: EtcRun
     etcd: Etcd
     full: str
     dead: dict[int, str] = field(default_factory=dict)
+    num_deaths: int = 0
 
     def lines(self) -> list[Line]:
         return lines_of(self.folder)
@@ -93,6 +95,8 @@ class InjectedRun:
         self._bury(dict.fromkeys(victims, f"{death.point} in the change to {config}"))
 
     def _await_death(self, name: str, what: str) -> None:
+        self.num_deaths += 1
+
         def has_come() -> bool:
             assert self.job.process.poll() is None, f"the job has ended before {what}:\n{self.job.output[-6000:]}"
             return not (self.folder / name).exists()
@@ -125,7 +129,7 @@ def workers_of(job: EtcRun) -> set[int]:
     return {pid for pid, command in job.descendants().items() if "injected_job" in command}
 
 
-def check_account(lines: list[Line], dead: dict[int, str], last: int) -> None:
+def check_account(lines: list[Line], dead: dict[int, str], last: int, num_deaths: int = 0) -> None:
     """What must hold whatever was done: every step applied once by every rank that lived, at most one step run again
     for each death, and the survivors' processes the same."""
     applied = [line for line in lines if "retried" not in line]
@@ -145,7 +149,7 @@ def check_account(lines: list[Line], dead: dict[int, str], last: int) -> None:
         fell = {rank for rank in missing if ends.get(former.get(rank, 0), step) <= step}
         assert missing == fell, f"step {step}: ranks {missing - fell} did not apply it"
     retried = {(line["generation"], line["step"]) for line in lines if "retried" in line}
-    assert len(retried) <= len(dead), f"{len(dead)} workers died and these steps ran again: {sorted(retried)}"
+    assert len(retried) <= num_deaths, f"{num_deaths} workers died and these steps ran again: {sorted(retried)}"
     for before, after in pairwise(legs):
         old, new = (
             {line["slot"]: line["pid"] for line in applied if line["generation"] == leg.generation}

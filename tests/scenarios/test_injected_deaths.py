@@ -54,8 +54,8 @@ def test_deaths_in_steps_and_in_a_change_cost_the_survivors_at_most_one_step(tmp
 def end_and_check(run: InjectedRun, tmp_path: Path, model: str, num_deaths: int) -> None:
     last = run.end()
     lines = run.lines()
-    assert len(run.dead) == num_deaths
-    check_account(lines, run.dead, last)
+    assert run.num_deaths == num_deaths
+    check_account(lines, run.dead, last, num_deaths)
     check_bits(tmp_path / "replay", lines, run.dead, last, {"model": model})
 
 
@@ -100,4 +100,4 @@ def test_a_death_at_any_point_of_a_change(tmp_path: Path, cleanup: Cleanup, poin
         run.die_in_change(Death(who, point), config)
         run.full = config
         run.settle()
-    end_and_check(run, tmp_path, "gpt", 3)
+    end_and_check(run, tmp_path, "gpt", 4)
