@@ -142,6 +142,9 @@ class Etcd:
         text = self._etcdctl("get", "--print-value-only", f"/etc-run/{self.run_id}/{key}").strip()
         return json.loads(text) if text else None
 
+    def delete(self, key: str) -> None:
+        self._etcdctl("del", f"/etc-run/{self.run_id}/{key}")
+
     def keys(self) -> list[str]:
         return self._etcdctl("get", "--prefix", "--keys-only", "/etc-run/").split()
 

@@ -40,15 +40,23 @@ def test_planned_changes_alone_are_as_the_replay_of_them(tmp_path: Path, cleanup
     assert [leg.config for leg in legs] == ["PP2TP1DP2", "PP3TP1DP1", "PP2TP1DP2"]
 
 
-def test_deaths_in_steps_and_in_a_change_cost_the_survivors_at_most_one_step(tmp_path: Path, cleanup: Cleanup) -> None:
-    """A forward pass of rank 0's; a vote that one survivor sees and another does not; a migration."""
-    run = started(tmp_path, cleanup, "PP2TP1DP2")
-    run.die_in_step(Death(0, "forward"))
-    run.die_in_step(Death(3, "after_vote", blind=[1]))
-    run.die_in_change(Death(1, "midway"), "PP1TP2DP2")
-    run.full = "PP1TP2DP2"
+def test_deaths_in_a_divided_vote_and_in_a_switch_cost_the_survivors_nothing_but_that_step(
+    tmp_path: Path, cleanup: Cleanup
+) -> None:
+    """The job is kept from growing back, which would take longer than all the rest."""
+    run = started(tmp_path, cleanup, "PP1TP1DP4", "ddp")
+    run.etcd.put("control/pause", "true")
+    run.die_in_step(Death(3, "after_vote", blind=[1]))  # rank 1 does not see the vote that ranks 0 and 2 have seen
+    run.full = "PP1TP1DP3"
     run.settle()
-    end_and_check(run, tmp_path, "gpt", num_deaths=3)
+    run.etcd.scale(run.full)
+    run.etcd.delete("control/pause")
+    run.etcd.reply_to(run.full, "done")
+    run.die_in_change(Death(0, "before_commit"), "PP1TP1DP2")
+    run.full = "PP1TP1DP2"
+    run.settle()
+    end_and_check(run, tmp_path, "ddp", num_deaths=2)
+    assert not any("retried" in line and line["generation"] == 1 for line in run.lines()), "it was applied everywhere"
 
 
 def end_and_check(run: InjectedRun, tmp_path: Path, model: str, num_deaths: int) -> None:

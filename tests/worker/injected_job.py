@@ -91,7 +91,10 @@ class Death:
 
 
 def read(path: Path) -> Death | None:
-    return Death(**json.loads(path.read_text())) if path.exists() else None
+    try:
+        return Death(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
 
 
 class Fate:
@@ -144,7 +147,10 @@ class Fate:
         path = self.folder / "die-change.json"
         death = read(path)
         if death is not None and death.point == point and death.who == self._in_change:
-            path.unlink()
+            try:
+                path.unlink()
+            except FileNotFoundError:  # another one that joins, or leaves, was faster
+                return
             death.strike()
 
 
