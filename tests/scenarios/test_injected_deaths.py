@@ -56,7 +56,6 @@ def test_deaths_in_a_divided_vote_and_in_a_switch_cost_the_survivors_nothing_but
     run.full = "PP1TP1DP2"
     run.settle()
     end_and_check(run, tmp_path, "ddp", num_deaths=2)
-    assert not any("retried" in line and line["generation"] == 1 for line in run.lines()), "it was applied everywhere"
 
 
 def end_and_check(run: InjectedRun, tmp_path: Path, model: str, num_deaths: int) -> None:
