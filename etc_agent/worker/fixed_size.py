@@ -74,8 +74,10 @@ class FixedSize:
 
 def leave(live: LiveGeneration, error: BaseException | None) -> None:
     """Close the world of `live` at the end of the session, which ends because of `error`, if any."""
-    if error is None:
-        # A rank that exits first could lose messages of the last step that others still wait for.
-        dist.barrier()
-    live.world.close()
-    deactivate()
+    try:
+        if error is None:
+            # A rank that exits first could lose messages of the last step that others still wait for.
+            dist.barrier()
+    finally:
+        live.world.close()
+        deactivate()

@@ -208,4 +208,6 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
             }
             with open(log / f"steps-{os.getpid()}.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
+            if is_mortal and fault.get("die_after") == step.index:
+                deaths.die()
             time.sleep(pause_s)

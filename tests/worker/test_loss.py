@@ -192,3 +192,13 @@ def test_more_losses_in_a_recovery_and_a_new_worker_in_the_slot_of_a_lost_one(tm
         lines = agent.steps()
     assert sorted({line["step"] for line in lines}) == list(range(60))
     assert {(line["step"] >= first.step, line["generation"]) for line in lines} == {(False, 1), (True, 3)}
+
+
+def test_a_worker_that_dies_after_the_last_step_takes_nobody_with_it(tmp_path: Path) -> None:
+    fault = {"model": "even", "slot": 1, "die_after": NUM_STEPS - 1}
+    with MiniAgent(tmp_path, num_steps=NUM_STEPS, job="mortal_job", fault=fault, verify=False, pause_s=0) as agent:
+        agent.start("DP3")
+        agent.await_death(slot(1))
+        assert agent.agree(agent.freeze()).step == NUM_STEPS
+        agent.recover("DP2")
+        assert set(agent.finish().values()) == {0}

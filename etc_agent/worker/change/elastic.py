@@ -81,6 +81,7 @@ class Elastic:
         self._pending = 0
         self._copies_agreed = BUSY
         self._is_held = False
+        self._has_ended = False
         self._entered: tuple[Switch, Retired] | None = None
         self._last_progress = float("-inf")
 
@@ -140,7 +141,15 @@ class Elastic:
         if live is not None:
             if live.copier is not None:
                 live.copier.close()
+            self._leave(live, error)
+
+    def _leave(self, live: LiveGeneration, error: BaseException | None) -> None:
+        try:
             leave(live, error)
+        except RuntimeError as lost:
+            if not self._has_ended:
+                raise
+            _log.warning("a worker was lost after the last step: %s", one_line(lost))
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -151,9 +160,21 @@ class Elastic:
         while self._is_held and self._course.step < self._course.num_steps:
             self._hold()
             self._between_steps()
+        while self._course.step >= self._course.num_steps and not self._has_ended:
+            self._end()
+            self._between_steps()
+
+    def _end(self) -> None:
+        """No step is left. A last vote: where all have come here, nobody needs this worker any more."""
+        try:
+            self._cast(ok=True, next_step=self._course.step)
+            self._has_ended = not self._pending
+        except RuntimeError as error:
+            self._survival.meet_between_steps(error)
 
     def begin_step(self) -> None:
         assert self.live is not None
+        self._has_ended = False
         self._survival.begin_step(self.live)
         self._course.begin_step()
         self._at(Position.STEP)
