@@ -89,7 +89,7 @@ def _stopped_here(facts: Facts) -> End:
         return End(0, Ending.SUCCEEDED)
     if facts.signals:
         return End(128 + facts.signals[-1], Ending.STOPPED, start_again=_is_to_go_on(facts))
-    return End(1, Ending.FAILED)
+    return End(1, Ending.FAILED, start_again=facts.is_taken_away)
 
 
 def _is_to_go_on(facts: Facts) -> bool:

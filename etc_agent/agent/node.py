@@ -110,7 +110,7 @@ class NodeAgent:
         self._acknowledgements, self._publications = Attempts(), Attempts()
         self._leaving = Leaving()
         self._alone_since = time.monotonic()
-        self._is_stopping = False
+        self._is_stopping, self._why_stopping = False, ""
         self._logged_generation = 0
         self._logged_workers = -1
 
@@ -125,8 +125,8 @@ class NodeAgent:
             self._heed_signals(records)
             self._hangs.look(self._workers.all())
             if records.incarnation not in ("", self._incarnation) and not self._is_stopping:
-                logger.error("this job's run id %r has been taken over by a later run; stopping", self._settings.run_id)
-                self._stop_now()
+                run_id = self._settings.run_id
+                self._stop_now(f"this job's run id {run_id!r} has been taken over by a later run; stopping")
             if self._record.name in records.drains and not self._leaving.has_deadline:
                 asked_s = records.drains[self._record.name]
                 limit_s = self._settings.timeouts.drain_s if asked_s is None else asked_s
@@ -190,8 +190,7 @@ class NodeAgent:
             elif isinstance(item, Signal):
                 self._handle_signal(item.number)
         if time.monotonic() >= self._leaving.deadline and not self._is_stopping:
-            logger.error("the state was not handed over within %g s; stopping", self._leaving.limit_s)
-            self._stop_now()
+            self._stop_now(f"the state was not handed over within {self._leaving.limit_s:g} s; stopping")
 
     def _handle_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -203,8 +202,7 @@ class NodeAgent:
                 self._leave(self._settings.timeouts.drain_s)
             case SignalMeaning.STOP:
                 self._workers.stop_signal = number
-                logger.warning("%s again: stopping now", name)
-                self._stop_now()
+                self._stop_now(f"{name} again: stopping now", logging.WARNING)
 
     def _leave(self, limit_s: float) -> None:
         """Tell the other nodes that this node leaves, within `limit_s`."""
@@ -218,7 +216,9 @@ class NodeAgent:
             self._lost_up_to = records.current.next_id - 1
             self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
 
-    def _stop_now(self) -> None:
+    def _stop_now(self, why: str, level: int = logging.ERROR) -> None:
+        logger.log(level, "%s", why)
+        self._why_stopping = why
         self._is_stopping = True
         self._workers.stop_all(self._settings.timeouts.shutdown_grace_s)
 
@@ -240,8 +240,7 @@ class NodeAgent:
                 self._is_cut_off = False
                 self._fence.lift()
         if self._membership.is_name_taken and not self._is_stopping:
-            logger.error("another node has registered under the name %s meanwhile; stopping", self._record.name)
-            self._stop_now()
+            self._stop_now(f"another node has registered under the name {self._record.name} meanwhile; stopping")
 
     def _log_part(self, records: JobRecords) -> None:
         """Log one line when this node's part in the job has changed; the leader logs changes of the job."""
@@ -405,9 +404,9 @@ class NodeAgent:
         progress, goodput = self._workers.progress(), records.goodput
         steps = [progress.step if progress else None, goodput.step if goodput else None]
         return JobEnd(
-            end.exit_code, records.current.why or end.why, end.exit_code - 128 if is_signalled else None,
-            self._workers.failures(generation), self._workers.returned(generation), end.ending, end.start_again,
-            max((step for step in steps if step is not None), default=None),
+            end.exit_code, records.current.why or end.why or self._why_stopping, end.exit_code - 128 if is_signalled
+            else None, self._workers.failures(generation), self._workers.returned(generation), end.ending,
+            end.start_again, max((step for step in steps if step is not None), default=None),
         )
 
     def _ended(self, records: JobRecords) -> End | None:

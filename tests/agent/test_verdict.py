@@ -47,6 +47,7 @@ TOLD = replace(TRAINING, is_told_to_leave=True, is_member=False)
         (replace(TRAINING, is_stopping=True, signals=(signal.SIGTERM, signal.SIGTERM)), Ending.STOPPED, True),
         (replace(TRAINING, is_stopping=True, signals=(signal.SIGINT, signal.SIGINT)), Ending.STOPPED, False),
         (replace(TRAINING, is_stopping=True), Ending.FAILED, False),
+        (replace(TRAINING, is_stopping=True, is_taken_away=True), Ending.FAILED, True),
         (replace(TRAINING, is_stopping=True, has_finished=True), Ending.SUCCEEDED, False),
         (TOLD, Ending.LEFT, False),
         (replace(TOLD, is_taken_away=True), Ending.LEFT, True),

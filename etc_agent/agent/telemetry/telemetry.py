@@ -6,6 +6,7 @@ import logging
 from types import TracebackType
 from typing import Self
 
+from etc_agent.agent.safety.signals import SignalReceived
 from etc_agent.agent.settings import TelemetrySettings
 from etc_agent.agent.telemetry.event_log import EventLog, agent_ended, agent_started
 from etc_agent.agent.telemetry.events import Moment
@@ -58,7 +59,7 @@ class Telemetry:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self.ended(1, one_line(error))
+            self.ended(128 + error.number if isinstance(error, SignalReceived) else 1, one_line(error))
         self.close()
 
     def close(self) -> None:
