@@ -111,7 +111,7 @@ def test_a_job_runs_under_its_own_role_and_is_changed_and_stopped_under_the_admi
         ("node", "current", True),
         ("node", "control/scale", True),
         ("node", "control/reply", True),
-        ("node", "control/cordon/a", False),
+        ("node", "control/cordon/a", True),
         ("node", "status", True),
         ("ada", "control/scale", True),
         ("ada", "control/drain/a", True),
