@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.failures import names, without
+from etc_agent.reconfig.failures import described, names, without
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed
 from etc_agent.reconfig.given_up import announced, with_refusal
 from etc_agent.reconfig.proposals import commit, with_stop_time, withdraw
 from etc_agent.reconfig.records import Ack, Outcome, Phase, Refusal, first_cause, first_refusal
-from etc_agent.reconfig.recovery import handle
+from etc_agent.reconfig.recovery import freeze_all, handle
 from etc_agent.reconfig.requests import answer_meanwhile
 from etc_agent.reconfig.view import Decision, View, Wait, Write
 
@@ -45,11 +45,16 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
             if missing:
                 return withdraw(view, proposed, f"{names(missing)} was lost while it joined")
             return _refused(view, proposed, new)
-        if missing and (decision := carry_out(view, without(view, missing))) is not None:
-            return decision
-        if view.phase_s >= view.policy.switch_s:
-            if joiner and (decision := lost_or_failed(view, committed, old + new)) is not None:
+        if missing:
+            decision = freeze_all(view, committed, f"{names(missing)} was lost while it joined", missing)
+            decision = decision or carry_out(view, without(view, missing))
+            if decision is not None:
                 return decision
+        if view.phase_s >= view.policy.switch_s:
+            if joiner:
+                decision = freeze_all(view, committed, described(view, joiner), [joiner.slot])
+                if (decision := decision or lost_or_failed(view, committed, old + new)) is not None:
+                    return decision
             limit = f"{view.policy.switch_s:g} s (timeouts.switch_s)"
             why = f"generation {proposed.id} was armed and did not switch in {limit}"
             return end(view, Outcome.FAILED, 1, why)

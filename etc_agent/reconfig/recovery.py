@@ -8,6 +8,7 @@ docs/failures.md describes the protocol. What cannot be handled in place is a fr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from etc_agent.control.causes import ErrorKind
@@ -15,7 +16,7 @@ from etc_agent.control.redundancy import Scheme
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.planner.choose import NoConfigError
-from etc_agent.reconfig.failures import FreshStart, names
+from etc_agent.reconfig.failures import FreshStart, described, names
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed, roles_of, store_on
 from etc_agent.reconfig.given_up import with_refusal
 from etc_agent.reconfig.losses import Lost, can_continue, instead, look, survivors, trigger_of
@@ -40,6 +41,15 @@ def handle(view: View, committed: Generation, acks: list[Ack]) -> Decision | Non
     if not isinstance(found, Lost):
         return carry_out(view, found)
     return _begin(view, committed, acks, found)
+
+
+def freeze_all(view: View, committed: Generation, why: str, offenders: Iterable[str]) -> Decision | None:
+    """A worker that joins an armed generation was lost, and what became of that is to be found out: freeze all workers,
+    none of which is lost. None where they cannot be frozen."""
+    if not can_continue(view, committed):
+        return None
+    acks = [view.ack(committed.id, node) for node in committed.nodes]
+    return _begin(view, committed, acks, Lost(view.current, (), why, tuple(offenders)))
 
 
 def _begin(view: View, committed: Generation, acks: list[Ack], lost: Lost) -> Decision:
@@ -268,8 +278,18 @@ def _from_where(loss: Loss) -> str:
 def _follow(view: View, committed: Generation, proposed: Generation, loss: Loss, acks: list[Ack]) -> Decision:
     """The next decision about the generation in which the survivors are to go on."""
     policy = view.policy
-    if refusals := _refusals(acks):
-        return _refused(view, proposed, refusals)
+    is_armed = view.current.phase is Phase.ARMED
+    refusals = [ack.refusal for ack in acks if ack.refusal]
+    ended = [failure for ack in acks for failure in ack.failed if not failure.kind.is_hang]
+    if refusals or (ended and not is_armed):
+        return _refused(view, proposed, refusals + [Refusal.of(failure) for failure in ended])
+    missing = view.lost(proposed.nodes)
+    if is_armed and (ended or missing):
+        # Whether others have entered the generation before, only they can say.
+        why = described(view, ended[0]) if ended else f"{names(missing)} was lost while it joined"
+        decision = freeze_all(view, committed, why, [*(failure.slot for failure in ended), *missing])
+        assert decision is not None
+        return decision
     joining = [node for node in proposed.nodes if node not in view.live or node in view.leaving]
     if joining and view.current.phase is Phase.PROPOSED:
         return withdraw(view, proposed, f"{names(joining)} left before it was ready")
@@ -278,18 +298,11 @@ def _follow(view: View, committed: Generation, proposed: Generation, loss: Loss,
         if len(digests) > 1:
             return _give_up(view, committed, loss, "the workers computed different migration plans")
         return Write(replace(view.current, phase=Phase.ARMED, loss=_timed(view, loss, "prepare")))
-    is_armed = view.current.phase is Phase.ARMED
     limit_s, name = (policy.switch_s, "switch_s") if is_armed else (policy.prepare_s, "prepare_s")
     if view.phase_s >= limit_s:
         slow = names(ack.node for ack in acks if not (ack.switched if is_armed else ack.prepared))
         return _give_up(view, committed, loss, f"{slow} was not ready within {limit_s:g} s (timeouts.{name})")
     return Wait(limit_s - view.phase_s)
-
-
-def _refusals(acks: list[Ack]) -> list[Refusal]:
-    """Why workers cannot take part; one that hung before may do so until its next step."""
-    ended = [Refusal.of(failure) for ack in acks for failure in ack.failed if not failure.kind.is_hang]
-    return ended + [ack.refusal for ack in acks if ack.refusal]
 
 
 def _refused(view: View, proposed: Generation, refusals: list[Refusal]) -> Decision:

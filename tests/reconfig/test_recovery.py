@@ -426,3 +426,60 @@ def test_a_spare_that_ends_in_the_slot_of_a_lost_worker_is_not_the_end_of_the_sc
     survivor, spare = WorkerView(0, 1, in_session=True), WorkerView(1, 2, in_session=True, exit_code=0)
     ack = summarise("a", before, {1: before, 2: after}, {0: survivor, 1: spare})
     assert (ack.ended, ack.finished) == ("", False)
+
+
+def joining_in_an_armed_change() -> Cluster:
+    """A job on node a is armed to grow onto node b, and nobody has said yet how the switch ended."""
+    cluster = started(ELASTIC, "a")
+    cluster.is_switching = True
+    cluster.join("b")
+    cluster.run()
+    assert cluster.current.phase is Phase.ARMED
+    return cluster
+
+
+def test_a_node_that_is_lost_while_it_joins_costs_no_restart() -> None:
+    cluster = joining_in_an_armed_change()
+    cluster.lose("b")
+    cluster.run()
+    assert cluster.history[2].outcome == "withdrawn"
+    go_on(cluster)
+    cluster.run()
+    assert (cluster.committed.nodes, cluster.current.restarts) == (("a",), 0)
+    assert not cluster.committed.is_fresh
+    cluster.assert_consistent()
+
+
+def test_a_node_that_is_lost_after_others_have_seen_it_join_is_recovered_from() -> None:
+    cluster = joining_in_an_armed_change()
+    cluster.completed = 2
+    cluster.enter("a", 0, 2)
+    cluster.lose("b")
+    cluster.run()
+    assert cluster.history[2].outcome == "committed"
+    go_on(cluster)
+    cluster.run()
+    assert cluster.committed.previous == 2
+    assert {slot.node for slot in cluster.committed.lost} == {"b"}
+    cluster.assert_consistent()
+
+
+def test_a_joiner_that_dies_in_an_armed_recovery_is_asked_after_before_that_is_withdrawn() -> None:
+    cluster = four(replace(STAGES, max_nodes=3))
+    cluster.join("c")
+    cluster.nodes["c"] = replace(cluster.nodes["c"], spares=(1,))
+    cluster.is_switching = True
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert (cluster.current.phase, cluster.current.proposed) == (Phase.ARMED, 2)
+    cluster.completed = 2
+    cluster.enter("a", 0, 2)
+    kill(cluster, "c", 1)
+    cluster.run()
+    assert cluster.history[2].outcome == "committed", "one has entered it"
+    go_on(cluster)
+    cluster.run()
+    assert cluster.committed.previous == 2
+    assert cluster.committed.lost == (Slot("c", 1),)
+    assert cluster.current.loss is None
+    cluster.assert_consistent()

@@ -136,7 +136,7 @@ class Worker:
         elif not agreed.step - 1 <= self.step <= agreed.step:
             raise Contradiction(f"at step {self.step}, told {agreed}")
         self.step = agreed.step
-        self.armed = 0
+        self.armed = self.completed = 0
 
     @property
     def copied(self) -> int:

@@ -145,7 +145,8 @@ class World:
         lost = [
             rank for rank, slot in enumerate(before.placement) if not self._worker(before, slot.node, slot.index)
         ]
-        if unheld(layout_of(before.config), lost) is None and self.agents.keys() >= set(before.nodes):
+        known = {node.name for node in self.etcd.records.nodes}
+        if unheld(layout_of(before.config), lost) is None and known >= set(before.nodes):
             raise NeedlessRestart(f"{self.now:g} s: {why}, and only {lost} of generation {before.id} are gone")
 
     def _worker(self, generation: Generation, node: str, index: int) -> Worker | None:
@@ -161,7 +162,7 @@ class World:
         for generation_id in sorted(alive - {0}):
             generation = self.etcd.records.generations[generation_id]
             workers = [self._worker(generation, slot.node, slot.index) for slot in generation.placement]
-            whole = [worker for worker in workers if worker is not None and not worker.is_latched]
+            whole = [worker for worker in workers if worker and not worker.is_latched and not worker.completed]
             if len(whole) < len(workers) or generation_id in self.broken:
                 self._notice(generation)
                 continue
@@ -204,9 +205,10 @@ class World:
 
     def _change(self, generation: Generation, proposed: Generation) -> None:
         """The vote of a change, if every worker that takes part in it is present and armed."""
-        slots = {*(slot for slot in generation.placement if slot not in proposed.lost), *proposed.placement}
+        old = (slot for slot in generation.placement if slot not in proposed.lost)
+        slots = tuple(dict.fromkeys((*old, *proposed.placement)))  # the old ones decide, and tell those that join
         taking_part = [(slot, self._taking_part(slot.node, slot.index, proposed.id)) for slot in slots]
-        nodes = tuple({slot.node for slot in slots})
+        nodes = tuple(dict.fromkeys(slot.node for slot in slots))
         present = [(slot, worker) for slot, worker in taking_part if worker is not None]
         if len(present) < len(taking_part) or not self._are_linked(nodes):
             return
