@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from etc_agent.rendezvous.etcd.client import EtcdClient
+from etc_agent.rendezvous.private.server import EtcdServer
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = r"""
 import os, sys, torch, torch.distributed as dist, etc_agent
@@ -75,6 +78,13 @@ def test_a_job_runs_from_another_folder(installed: Installed) -> None:
     output = installed("etc-run", "--standalone", "--nproc-per-node=2", str(script))
     for rank in range(2):
         assert f"rank {rank} of 2 runs {installed.site}/etc_agent/__init__.py" in output
+
+
+def test_the_job_report_finds_its_page(installed: Installed) -> None:
+    with EtcdServer() as server, EtcdClient([server.endpoint]) as client:
+        client.put("/etc-run/job/job", "{}")
+        installed("etc-ctl", "report", "-o", str(installed.folder / "r.html"), "--etcd-endpoints", server.endpoint)
+    assert "job report" in (installed.folder / "r.html").read_text()
 
 
 def test_the_planner_knows_its_models(installed: Installed) -> None:
