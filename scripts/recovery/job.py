@@ -111,7 +111,7 @@ class RecoveringJob:
         found = {}
         for path in self._samples.glob("samples-*.jsonl"):
             pid = int(path.stem.partition("-")[2])
-            for line in _lines(path)[-50:]:
+            for line in _lines(path)[-400:]:
                 if line["generation"] == generation:
                     place = line["pp"], line["dp"], line["tp"]
                     found[place] = Worker(pid, place)
@@ -209,8 +209,11 @@ class RecoveringJob:
         if fresh or current.restarts != restarts:
             reasons = "; ".join(self.generation(number).reason for number in fresh)
             return f"all workers were restarted: {reasons or current.why}"
+        num_ranks = self.generation(after).config.num_ranks
+        # One rank writes the step down a little before another does.
+        self._wait(lambda: len(self.workers(after)) == num_ranks, f"all ranks' accounts of generation {after}")
         kept = survivors & {worker.pid for worker in self.workers(after).values()}
-        if len(kept) < min(len(survivors), self.generation(after).config.num_ranks):
+        if len(kept) < min(len(survivors), num_ranks):
             return f"of {len(survivors)} survivors {len(kept)} trained on in their processes"
         return ""
 
