@@ -55,6 +55,7 @@ class Leadership:
         self._descriptions: dict[ParallelConfig, Layout | str] = {}
         self._undescribed: dict[ParallelConfig, tuple[str, float]] = {}
         self._asked: dict[ParallelConfig, float] = {}
+        self._asked_of = (0, 0)
         self._foreseen_in = 0
         self._foreseen: dict[ParallelConfig, float] = {}
         self._writer: FencedWriter | None = None
@@ -165,7 +166,11 @@ class Leadership:
         return 0.2
 
     def _ask(self, config: ParallelConfig, records: JobRecords) -> float:
-        now = time.monotonic()
+        """Ask a worker for a layout, once: again when that is overdue, and when workers were lost, as the one that was
+        asked may be among them."""
+        now, workers = time.monotonic(), (records.current.committed, records.current.losses)
+        if workers != self._asked_of:
+            self._asked_of, self._asked = workers, {}
         if now - self._asked.get(config, -_ASK_AGAIN_S) >= _ASK_AGAIN_S:
             members = indices(self._node, records.generations[records.current.committed])
             if self._workers.ask(messages.Describe(str(config)), members):

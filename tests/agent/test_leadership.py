@@ -6,9 +6,12 @@ import pytest
 
 from etc_agent.agent.leadership import Leadership
 from etc_agent.control.causes import ErrorKind
-from etc_agent.control.messages import Described
+from etc_agent.control.messages import Describe, Described
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.observing import JobRecords
+from etc_agent.reconfig.records import Current
 from etc_agent.reconfig.view import Policy, View
 
 DP1 = ParallelConfig()
@@ -50,3 +53,27 @@ def test_the_models_own_refusal_holds_and_any_other_error_does_for_a_while() -> 
     leader = leadership(retry_s=0.0)
     leader.learn(Described("DP1", None, "MemoryError", ErrorKind.RAISED))
     assert seen(leader).undescribed == {}
+
+
+class Asked:
+    """Workers that note what they are asked, and never answer."""
+
+    def __init__(self) -> None:
+        self.configs: list[str] = []
+
+    def ask(self, message: Describe, members: frozenset[int]) -> bool:
+        self.configs.append(message.config)
+        return True
+
+
+def test_a_question_is_asked_again_at_once_when_workers_are_lost() -> None:
+    workers = Asked()
+    leader = Leadership("a", Policy(1, 1, num_slots=1), None, None, workers)  # type: ignore[arg-type]
+    generation = Generation(1, DP1, (Slot("a", 0),), "a:1", previous=0)
+
+    def ask(losses: int) -> None:
+        leader._ask(DP1, JobRecords(current=Current(committed=1, losses=losses), generations={1: generation}))
+
+    for losses in (0, 0, 1, 1):
+        ask(losses)
+    assert workers.configs == [str(DP1)] * 2
