@@ -166,16 +166,17 @@ def _agree(view: View, committed: Generation, proposed: Generation | None, loss:
     if silent := [node for node, answer in answers.items() if answer is None]:
         return Wait(why=f"waiting for the workers on {names(silent)} to stop: {loss.why}")
     given = [answer for answer in answers.values() if answer is not None]
-    if broken := next((answer.broken for answer in given if answer.broken), ""):
-        return _give_up(view, committed, loss, broken)
+    broken = next((answer.broken for answer in given if answer.broken), "")
     loss = _timed(view, loss, "freeze")
     next_id = proposed.id if proposed else 0
     entered = [answer for answer in given if next_id and answer.generation == next_id]
-    if proposed is not None and (entered or _may_enter(view, proposed, given)):
+    if proposed is not None and (entered or broken or _may_enter(view, proposed, given)):
         if any(next_id not in (answer.generation, answer.completed) for answer in given):
-            why = f"some workers are in generation {next_id}, and others cannot enter it"
+            why = broken or f"some workers are in generation {next_id}, and others cannot enter it"
             return _give_up(view, committed, loss, why)
         return _enter(view, committed, proposed, loss, given)
+    if broken:
+        return _give_up(view, committed, loss, broken)
     agreement = loss.agreement
     try:
         goes_back = (agreement is not None and agreement.from_copies) or _needs_copies(view, committed, loss.slots)

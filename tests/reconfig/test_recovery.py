@@ -483,3 +483,21 @@ def test_a_joiner_that_dies_in_an_armed_recovery_is_asked_after_before_that_is_w
     assert cluster.committed.lost == (Slot("c", 1),)
     assert cluster.current.loss is None
     cluster.assert_consistent()
+
+
+def test_where_memory_was_released_and_all_survivors_have_completed_the_migration_they_enter_it() -> None:
+    cluster = started(ELASTIC, "a", "b")
+    cluster.is_quiet = False
+    cluster.is_switching = True
+    cluster.ask("PP2TP1DP2")
+    cluster.run()
+    cluster.completed, cluster.broken = 2, "its old memory had been released"
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.history[2].outcome == "committed", "there is no way back, and a way on"
+    cluster.broken = ""
+    go_on(cluster)
+    cluster.run()
+    assert cluster.committed.previous == 2
+    assert not cluster.committed.is_fresh
+    cluster.assert_consistent()
