@@ -12,8 +12,6 @@ Real etcd, real agents, the demo model. Each measure can be chosen with `--only`
   lease has its default length.
 * vote: the share of a step that a vote takes: the median of a bare all-reduce of its size against that of a step.
 * peer: a job of two nodes that copies unreplicated state to the other node every ten steps, against one that does not.
-* torchft (with `--torchft`): replicas of a model of the same size under torchft, one killed. It is installed into an
-  environment of its own.
 
 A sample in which workers were restarted, or a survivor's process was replaced, counts as failed. The last line is one
 JSON object.
@@ -181,10 +179,9 @@ def durations(log: Path) -> list[float]:
 @click.option("--layers", default=4, show_default=True)
 @click.option("--hidden", default=128, show_default=True)
 @click.option("--quick", is_flag=True, help="A small model and two losses of each kind, to see that all works.")
-@click.option("--torchft", is_flag=True, help="Install torchft into an environment of its own, and measure it too.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep logs here; by default they go with the run.")
 def main(
-    chosen: tuple[str, ...], rounds: int, layers: int, hidden: int, quick: bool, torchft: bool, folder: Path | None
+    chosen: tuple[str, ...], rounds: int, layers: int, hidden: int, quick: bool, folder: Path | None
 ) -> None:
     if quick:
         rounds, layers, hidden = 2, 2, 32
@@ -197,10 +194,6 @@ def main(
         bench, result = Bench(place.absolute(), model, rounds, 40 if quick else 150), {}
         for measure in chosen or MEASURES:
             result |= getattr(bench, measure)()
-        if torchft:
-            from recovery.with_torchft import replicas_lost
-
-            result["torchft_s"] = median(replicas_lost(place.absolute(), rounds))
     if result.get("restart_s") and result.get("recovery_s"):
         result["restart_over_recovery"] = round(result["restart_s"] / result["recovery_s"], 1)
     result |= {"rounds": rounds, "failed_samples": bench.failed}
