@@ -15,7 +15,8 @@ AUDIENCES = ("agent", "admin", "viewer")
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """`kind`: ``read`` or ``write``, on `key`, or on every key from `key` up to `end`."""
+    """`kind`: ``read``, ``write`` or ``readwrite``, on `key`, or on every key from `key` up to `end`. Of two on the
+    same keys etcd keeps the last alone."""
 
     kind: str
     key: str
@@ -54,16 +55,17 @@ def role_for(audience: str, keys: JobKeys) -> Role:
     """The role of one of `AUDIENCES` in the job of `keys`.
 
     All may read what the job has. Agents write everything: also the requests of a dead run, which are removed when the
-    run id is used again, and the cordons of repeat offenders. Administrators write requests, never what
-    the leader decides. Leases need no permission of their own.
+    run id is used again, and the cordons of repeat offenders. Administrators write requests, never what the leader
+    decides. Leases need no permission of their own.
     """
     read = Permission.under("read", keys.root)
-    writes = {
-        "agent": [Permission.under("write", keys.root)],
+    permissions = {
+        "agent": [Permission.under("readwrite", keys.root)],
         "admin": [
+            read,
             *(Permission("write", key) for key in (keys.scale, keys.preview, keys.pause, keys.stop)),
             Permission.under("write", keys.drains_prefix), Permission.under("write", keys.cordons_prefix),
         ],
-        "viewer": [],
+        "viewer": [read],
     }
-    return Role(f"etc-run{keys.prefix.replace('/', '.')}.{keys.run_id}.{audience}", [read, *writes[audience]])
+    return Role(f"etc-run{keys.prefix.replace('/', '.')}.{keys.run_id}.{audience}", permissions[audience])

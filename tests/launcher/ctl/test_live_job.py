@@ -63,7 +63,7 @@ def test_a_running_job_is_looked_at_previewed_changed_and_stopped(
     assert {Path(each["file"]).parent.name for each in logged} == {"1"}
     os.kill(next(line["pid"] for line in reversed(steps_of(tmp_path)) if line["rank"] == 1), signal.SIGKILL)
     (loss,) = wait_until(lambda: ctl("history", "--grep", "SIGKILL", "-o", "json").lines, "the loss in the history")
-    assert (loss["trigger"], loss["previous"] > 0, loss["kept"]) == ("worker_failed", True, 1)
+    assert (loss["trigger"], loss["previous"] > 0, loss["kept"]) == ("worker_killed", True, 1)
     assert ctl("status", "-o", "json").json["losses"] == 1
     assert ctl("report", "-o", str(tmp_path / "r.html"), "--output", "json").json["failures"] == 1
     assert "handled in place: 1 workers kept" in (tmp_path / "r.html").read_text()
