@@ -8,7 +8,8 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.observing import JobRecords, Observer
-from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, NodeRecord, NodeState, Testimony
+from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, NodeRecord, NodeState
+from etc_agent.reconfig.records import Testimony as Testified
 from etc_agent.reconfig.view import Policy, View
 
 A, B = (NodeRecord(name, name, 1, 1, name) for name in "ab")
@@ -57,7 +58,7 @@ def test_a_node_that_is_gone_is_remembered_with_what_it_said_until_it_is_back() 
 
 
 def test_a_node_that_is_known_to_have_no_workers_any_more_is_lost_at_once() -> None:
-    without = replace(RECORDS, nodes=(A,), gone={"b": Testimony(B.instance)})
+    without = replace(RECORDS, nodes=(A,), gone={"b": Testified(B.instance)})
     observer = seen((10.0, RECORDS), (12.0, without))
     shown = view(observer, without, 12.0)
     assert (shown.testified, shown.lost("ab")) == ({"b"}, ["b"])
@@ -67,7 +68,7 @@ def test_a_node_that_is_known_to_have_no_workers_any_more_is_lost_at_once() -> N
 
 def test_what_is_known_of_an_earlier_instance_says_nothing_about_a_later_one() -> None:
     later = replace(RECORDS, nodes=(A, replace(B, instance="later")))
-    without = replace(RECORDS, nodes=(A,), gone={"b": Testimony(B.instance)})
+    without = replace(RECORDS, nodes=(A,), gone={"b": Testified(B.instance)})
     shown = view(seen((10.0, later), (12.0, without)), without, 12.0)
     assert (shown.testified, shown.lost("ab")) == (frozenset(), [])
 
