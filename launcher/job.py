@@ -220,10 +220,8 @@ def _scheme_only(value: Any) -> Any:
 
 
 def _scheme(value: Any) -> Scheme:
-    if value == "parity":
-        raise ValueError("parity is not there yet; write peer, which survives the same losses with more memory")
     if value not in list(Scheme):
-        raise ValueError(f"expected {' or '.join(Scheme)}; got {value!r}")
+        raise ValueError(f"expected none, peer or parity; got {value!r}")
     return Scheme(value)
 
 

@@ -11,7 +11,7 @@ import uuid
 from typing import Any
 
 from etc_agent.agent.settings import Failures, JobSettings, Spares, Timeouts
-from etc_agent.control.redundancy import Redundancy
+from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.addresses import refuse_unknown
@@ -92,6 +92,11 @@ def job_settings(given: Given, standalone: bool) -> JobSettings:
             raise EtcError(
                 f"{given.source('nnodes', 'nodes')}: --standalone is a job of one node, and would wait for "
                 f"{settings.min_nodes} in vain; leave it out, or give --etcd-endpoints HOST:PORT on every node"
+            )
+        if settings.redundancy.scheme is Scheme.PARITY and settings.max_nodes < 2:
+            raise EtcError(
+                f"{given.source('nnodes', 'nodes')}: redundancy: parity needs at least 2 nodes, got 1; "
+                "give more, or write redundancy: peer"
             )
         _check_configs(given, settings)
     except EtcError:

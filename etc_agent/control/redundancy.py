@@ -10,10 +10,12 @@ REDUNDANCY_VARIABLE: Final = "ETC_REDUNDANCY"
 
 
 class Scheme(StrEnum):
-    """`PEER`: state without a replica is copied into the memory of a worker on another node."""
+    """`PEER`: state without a replica is copied into the memory of a worker on another node. `PARITY`: the XOR of it is
+    kept, over a group of workers on different nodes."""
 
     NONE = "none"
     PEER = "peer"
+    PARITY = "parity"
 
 
 @dataclass(frozen=True, slots=True)

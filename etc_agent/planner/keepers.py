@@ -1,13 +1,15 @@
 """Redundancy: who keeps copies of whose state in memory, and which losses a job survives (docs/failures.md).
 
 A box whose holders are all in one *failure domain* (a node; a worker where the job has one node) is lost with that
-domain. One of its holders, the *owner*, sends it to its *keeper*: a worker of another domain. Everything here follows
-from the manifests and the placement alone, so every worker finds the same.
+domain. One of its holders, the *owner*, sends it to a *keeper*: a worker of another domain. A keeper keeps *blocks*: a
+block is the copy of one piece of an owner's state (`peer_blocks`), or the XOR of pieces of several owners
+(`parity.parity_blocks`). Everything here follows from the manifests and the placement alone, so every worker finds the
+same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,21 +21,38 @@ from etc_agent.state.layout import Layout, LogicalTensor, Manifest, Shard
 
 
 @dataclass(frozen=True, slots=True)
-class PeerCopy:
-    """Worker `keeper` keeps a copy of `parts` of worker `owner`, in this order. Each part lies in one shard of the
-    owner."""
+class Piece:
+    """`parts` of worker `owner`, in this order. Each part lies in one shard of the owner."""
 
     owner: int
-    keeper: int
     parts: Manifest
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        return num_bytes(self.parts)
 
 
-def peer_copies(manifests: Layout, nodes: Sequence[int]) -> tuple[PeerCopy, ...]:
-    """The copies that let the job lose any one failure domain, by owner; empty for a job of one worker.
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Worker `keeper` keeps the XOR of `pieces`, each of another owner and filled up with zeros to the longest; of a
+    single piece this is a copy."""
+
+    keeper: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return max(piece.num_bytes for piece in self.pieces)
+
+    def rebuilt(self, lost: Collection[int]) -> Piece | None:
+        """The piece that this block and the other owners' pieces give back once the workers `lost` are gone; None
+        where they cannot, or need not."""
+        gone = [piece for piece in self.pieces if piece.owner in lost]
+        return gone[0] if len(gone) == 1 and self.keeper not in lost else None
+
+
+def peer_blocks(manifests: Layout, nodes: Sequence[int]) -> tuple[Block, ...]:
+    """A copy of what each owner owns, by owner; empty for a job of one worker.
 
     Of several holders in one domain, the one that owns the fewest bytes so far owns the next box. Owners are given to
     keepers by size, the largest first, each to the worker of another domain that keeps the fewest bytes so far; of
@@ -43,11 +62,11 @@ def peer_copies(manifests: Layout, nodes: Sequence[int]) -> tuple[PeerCopy, ...]
         manifests: worker -> all that it holds.
         nodes: worker -> the number of its node.
     """
-    domains = _domains(nodes)
-    parts = _owned_parts(manifests, domains)
+    domains = domains_of(nodes)
+    parts = owned_parts(manifests, domains)
     kept_bytes = [0] * len(manifests)
-    found = []
-    for owner in sorted(parts, key=lambda each: (-_num_bytes(parts[each]), each)):
+    found: dict[int, Block] = {}
+    for owner in sorted(parts, key=lambda each: (-num_bytes(parts[each]), each)):
         others = [worker for worker, domain in enumerate(domains) if domain != domains[owner]]
         if not others:
             continue
@@ -56,17 +75,26 @@ def peer_copies(manifests: Layout, nodes: Sequence[int]) -> tuple[PeerCopy, ...]
             others,
             key=lambda worker: (kept_bytes[worker], (domains[worker] - domains[owner]) % num_domains, worker),
         )
-        copy = PeerCopy(owner, keeper, tuple(parts[owner]))
-        kept_bytes[keeper] += copy.num_bytes
-        found.append(copy)
-    return tuple(sorted(found, key=lambda copy: copy.owner))
+        found[owner] = block = Block(keeper, (Piece(owner, tuple(parts[owner])),))
+        kept_bytes[keeper] += block.num_bytes
+    return tuple(found[owner] for owner in sorted(found))
 
 
-def with_copies(manifests: Layout, copies: Sequence[PeerCopy]) -> Layout:
-    """Worker -> what it holds and what it keeps."""
+def with_rebuilt(manifests: Layout, blocks: Sequence[Block], lost: Collection[int]) -> Layout:
+    """Worker -> what it holds, and what its blocks give back once the workers `lost` are gone."""
     held = [list(manifest) for manifest in manifests]
-    for copy in copies:
-        held[copy.keeper] += copy.parts
+    for block in blocks:
+        if (piece := block.rebuilt(lost)) is not None:
+            held[block.keeper] += piece.parts
+    return tuple(map(tuple, held))
+
+
+def with_copies(manifests: Layout, blocks: Sequence[Block]) -> Layout:
+    """Worker -> what it holds, and what it keeps whole copies of."""
+    held = [list(manifest) for manifest in manifests]
+    for block in blocks:
+        if len(block.pieces) == 1:
+            held[block.keeper] += block.pieces[0].parts
     return tuple(map(tuple, held))
 
 
@@ -92,6 +120,16 @@ class Survival:
         return _any(self.num_workers, "worker") if self.num_workers else "nothing"
 
 
+def survival_with(manifests: Layout, blocks: Sequence[Block], nodes: Sequence[int]) -> Survival:
+    """Which losses leave every box of the state with a worker, or with blocks that give it back. `blocks`: made for the
+    same arguments."""
+    found = survival(with_copies(manifests, blocks), nodes)
+    if all(len(block.pieces) == 1 for block in blocks):
+        return found
+    # Any one failure domain: that is what the blocks are made for.
+    return Survival(max(found.num_nodes, int(len(set(nodes)) > 1)), max(found.num_workers, 1))
+
+
 def survival(held: Layout, nodes: Sequence[int]) -> Survival:
     """Which losses leave every box of the state with a worker. `held`: as for `lost_bytes`. A job with a single node or
     worker survives the loss of none."""
@@ -108,7 +146,7 @@ def _any(number: int, what: str) -> str:
     return f"any one {what}" if number == 1 else f"any {number} {what}s"
 
 
-def _domains(nodes: Sequence[int]) -> list[int]:
+def domains_of(nodes: Sequence[int]) -> list[int]:
     """Worker -> number of its failure domain."""
     return _numbered(nodes) if len(set(nodes)) > 1 else list(range(len(nodes)))
 
@@ -119,7 +157,7 @@ def _numbered(nodes: Sequence[int]) -> list[int]:
     return [numbers[node] for node in nodes]
 
 
-def _owned_parts(manifests: Layout, domains: Sequence[int]) -> dict[int, list[Shard]]:
+def owned_parts(manifests: Layout, domains: Sequence[int]) -> dict[int, list[Shard]]:
     """Owner -> its parts. Tensors of one shape with the same holders are cut once."""
     holders: dict[str, tuple[LogicalTensor, list[tuple[int, Box]]]] = {}
     for worker, manifest in enumerate(manifests):
@@ -156,15 +194,5 @@ def _exposed(held: Sequence[tuple[int, Box]], domains: Sequence[int]) -> list[tu
     return found
 
 
-def _num_bytes(parts: Sequence[Shard]) -> int:
+def num_bytes(parts: Sequence[Shard]) -> int:
     return sum(part.num_bytes for part in parts)
-
-
-def parts_of(copies: Sequence[PeerCopy], owner: int) -> Manifest:
-    """What is kept of worker `owner` elsewhere; empty where all it holds has replicas."""
-    return next((copy.parts for copy in copies if copy.owner == owner), ())
-
-
-def kept_by(copies: Sequence[PeerCopy], keeper: int) -> Mapping[int, Manifest]:
-    """Owner -> the parts of it that worker `keeper` keeps."""
-    return {copy.owner: copy.parts for copy in copies if copy.keeper == keeper}

@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.generation import Generation
-from etc_agent.planner.keepers import Survival, peer_copies, survival, with_copies
+from etc_agent.planner.keepers import Survival, survival, survival_with, with_rebuilt
+from etc_agent.planner.parity import blocks_of
 from etc_agent.reconfig.replicas import unheld
 from etc_agent.state.layout import Layout
 
@@ -19,21 +20,15 @@ def node_numbers(generation: Generation) -> list[int]:
     return [numbers[slot.node] for slot in generation.placement]
 
 
-def held_with_copies(layout: Layout, generation: Generation, redundancy: Redundancy) -> Layout:
-    """Rank -> what it holds, and keeps of others once a copy set is complete."""
-    if redundancy.scheme is Scheme.NONE:
-        return layout
-    return with_copies(layout, peer_copies(layout, node_numbers(generation)))
-
-
 def unheld_with_copies(
     layout: Layout, generation: Generation, redundancy: Redundancy, lost: Collection[int]
 ) -> str | None:
-    """As `replicas.unheld`, where the copies that survivors keep count as held, too."""
+    """As `replicas.unheld`, where what survivors can give back from copies or parity counts as held, too."""
     name = unheld(layout, lost)
     if name is None or redundancy.scheme is Scheme.NONE:
         return name
-    return unheld(held_with_copies(layout, generation, redundancy), lost)
+    blocks = blocks_of(redundancy.scheme, layout, node_numbers(generation))
+    return unheld(with_rebuilt(layout, blocks, lost), lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +44,8 @@ class Outlook:
     def of(cls, layout: Layout, generation: Generation, redundancy: Redundancy) -> Self:
         """`layout`: of the generation's config."""
         nodes = node_numbers(generation)
-        held = held_with_copies(layout, generation, redundancy)
-        return cls(generation, redundancy, survival(layout, nodes), survival(held, nodes))
+        blocks = blocks_of(redundancy.scheme, layout, nodes)
+        return cls(generation, redundancy, survival(layout, nodes), survival_with(layout, blocks, nodes))
 
     def in_words(self, copied: int | None) -> str:
         """`copied`: the step of the newest complete copy set, None where there is none."""

@@ -54,6 +54,7 @@ def test_a_scheme_alone_is_short_for_redundancy(tmp_path: Path) -> None:
     assert load_job(written(tmp_path, "redundancy: peer")).redundancy.model_dump() == {"scheme": "peer", "every": 10}
     given = load_job(written(tmp_path, "redundancy: {scheme: peer, every: 3}")).redundancy
     assert Redundancy.parse(str(Redundancy(**given.model_dump()))) == Redundancy(Scheme.PEER, 3)
+    assert load_job(written(tmp_path, "redundancy: parity")).redundancy.scheme is Scheme.PARITY
     assert load_job(written(tmp_path, "nodes: 2")).redundancy.scheme is Scheme.NONE
 
 
@@ -94,8 +95,7 @@ def test_one_number_of_nodes_is_both_bounds(tmp_path: Path) -> None:
         ("rendezvous: {password: secret}", "rendezvous.password: unknown field; did you mean password_file?"),
         ("rendezvous: {tls: {cert_file: a}}", "rendezvous.tls: cert_file and key_file go together"),
         ("logs: {redirects: [3]}", "logs.redirects: expected 0 to 3"),
-        ("redundancy: twice", "redundancy.scheme: expected none or peer; got 'twice'"),
-        ("redundancy: parity", "redundancy.scheme: parity is not there yet; write peer"),
+        ("redundancy: twice", "redundancy.scheme: expected none, peer or parity; got 'twice'"),
         ("redundancy: {scheme: peer, every: 0}", "redundancy.every: expected at least 1, got 0"),
         ("redundancy: {every: 5}", "redundancy.scheme: "),
         ("global_batch: 3\nglobal_batch: 4", "line 2, column 1: global_batch is given twice"),

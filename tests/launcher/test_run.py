@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from etc_agent.agent.settings import EtcdSettings, JobSettings
+from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from launcher.routes import read
@@ -223,6 +224,14 @@ def test_node_rank_is_told_only_where_it_was_given(script: str, monkeypatch: pyt
     assert settings("--standalone", "--node-rank=0", script).node_rank == 0
     monkeypatch.setenv("PET_NODE_RANK", "3")
     assert settings("--standalone", script).node_rank == 3
+
+
+def test_parity_on_one_node_is_refused_whoever_says_that_there_is_one(script: str, tmp_path: Path) -> None:
+    path = tmp_path / "parity.yaml"
+    path.write_text("redundancy: parity\nnodes: {min: 1, max: 2}\nrendezvous: {run_id: job, endpoints: ['h:1']}\n")
+    assert settings("--config", str(path), script).redundancy == Redundancy(Scheme.PARITY)
+    said = mistake("--config", str(path), "--nnodes", "1", script)
+    assert "redundancy: parity needs at least 2 nodes, got 1; give more, or write redundancy: peer" in said
 
 
 def test_redirects_of_local_ranks_above_nine_are_accepted(script: str) -> None:

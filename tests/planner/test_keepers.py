@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etc_agent.planner.keepers import Survival, lost_bytes, peer_copies, survival, with_copies
+from etc_agent.planner.keepers import Survival, lost_bytes, peer_blocks, survival, with_copies
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
 
@@ -66,14 +66,15 @@ def survives(have: np.ndarray, wanted: np.ndarray, units: list[int], number: int
 @settings(max_examples=300, deadline=None)
 def test_with_peer_copies_no_single_domain_takes_state_with_it_and_nothing_is_kept_twice(job):
     layout, nodes = job
-    copies = peer_copies(layout, nodes)
+    copies = peer_blocks(layout, nodes)
     domains = nodes if len(set(nodes)) > 1 else list(range(len(layout)))
     own, wanted = elements(layout), elements(layout).sum(axis=0) > 0
     have = own + elements(with_copies(tuple(() for _ in layout), copies))
-    assert len({copy.owner for copy in copies}) == len(copies)
+    assert len({copy.pieces[0].owner for copy in copies}) == len(copies)
     for copy in copies:
-        assert domains[copy.keeper] != domains[copy.owner]
-        assert (elements((copy.parts,))[0] <= own[copy.owner]).all(), "an owner has what it sends"
+        (piece,) = copy.pieces
+        assert domains[copy.keeper] != domains[piece.owner]
+        assert (elements((piece.parts,))[0] <= own[piece.owner]).all(), "an owner has what it sends"
     assert (have <= 1).all(), "nobody keeps what it holds, or the same twice"
     if len(set(domains)) > 1:
         for gone in losses(domains, 1):
@@ -91,7 +92,7 @@ def test_with_peer_copies_no_single_domain_takes_state_with_it_and_nothing_is_ke
 @settings(max_examples=300, deadline=None)
 def test_survival_and_lost_bytes_are_those_of_trying_every_loss(job, with_peers):
     layout, nodes = job
-    held = with_copies(layout, peer_copies(layout, nodes)) if with_peers else layout
+    held = with_copies(layout, peer_blocks(layout, nodes)) if with_peers else layout
     own, have = elements(layout), elements(held)
     wanted = own.sum(axis=0) > 0
     for gone in losses(list(range(len(layout))), min(2, len(layout))):
@@ -118,23 +119,23 @@ def cut_over(num_workers: int) -> Layout:
 )
 def test_workers_that_hold_alike_keep_alike(nodes, most_kept):
     kept = [0] * len(nodes)
-    for copy in peer_copies(cut_over(len(nodes)), nodes):
+    for copy in peer_blocks(cut_over(len(nodes)), nodes):
         kept[copy.keeper] += copy.num_bytes // 24
     assert sum(kept) == len(nodes)
     assert max(kept) == most_kept
 
 
 def test_the_copies_of_a_node_go_to_the_next_node():
-    copies = peer_copies(cut_over(6), [0, 0, 1, 1, 2, 2])
-    assert {(copy.owner, copy.keeper) for copy in copies} == {(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)}
+    copies = peer_blocks(cut_over(6), [0, 0, 1, 1, 2, 2])
+    assert {(copy.pieces[0].owner, copy.keeper) for copy in copies} == {(0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1)}
 
 
 def test_replicas_inside_one_node_are_copied_once_and_by_turns():
     tensors = [LogicalTensor(f"t{number}", (6,), "float32", 4) for number in range(4)]
     first = tuple(Shard(tensor, whole((6,))) for tensor in tensors)
     other = (Shard(LogicalTensor("other", (6,), "float32", 4), whole((6,))),)
-    copies = peer_copies((first, first, other), [0, 0, 1])
-    assert {copy.owner: len(copy.parts) for copy in copies} == {0: 2, 1: 2, 2: 1}
+    copies = peer_blocks((first, first, other), [0, 0, 1])
+    assert {copy.pieces[0].owner: len(copy.pieces[0].parts) for copy in copies} == {0: 2, 1: 2, 2: 1}
 
 
 @pytest.mark.parametrize(

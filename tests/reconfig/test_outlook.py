@@ -14,6 +14,7 @@ from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Shard
 
 PEER = Redundancy(Scheme.PEER)
+PARITY = Redundancy(Scheme.PARITY)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,10 @@ PEER = Redundancy(Scheme.PEER)
         ("PP2TP2", "aabb", PEER, 120, "any one node (back to step 120, the last copies)"),
         ("PP2TP2", "aaaa", PEER, 120, "any one worker (back to step 120, the last copies)"),
         ("DP4", "abcd", PEER, None, "any 3 nodes"),
+        ("PP4", "abcd", PARITY, None, "nothing until the first copies are complete, then any one node"),
+        ("PP2TP2", "aabb", PARITY, 120, "any one node (back to step 120, the last copies)"),
+        ("PP4", "aaaa", PARITY, 120, "any one worker (back to step 120, the last copies)"),
+        ("DP4", "abcd", PARITY, None, "any 3 nodes"),
     ],
 )
 def test_what_a_job_survives(config: str, nodes: str, redundancy: Redundancy, copied: int | None, said: str) -> None:

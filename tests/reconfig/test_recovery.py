@@ -188,6 +188,22 @@ def test_an_owner_that_is_lost_with_its_keeper_is_a_restart() -> None:
     assert "nobody else holds w of PP4TP1DP1" in cluster.committed.reason
 
 
+@pytest.mark.parametrize(("nodes", "is_fresh"), [("b", False), ("ab", True)])
+def test_with_parity_one_loss_in_a_group_is_made_good_and_two_are_a_restart(nodes: str, is_fresh: bool) -> None:
+    redundancy = Redundancy(Scheme.PARITY)
+    policy = Policy(1, 3, num_slots=1, initial=ParallelConfig(pp=3), redundancy=redundancy, max_restarts=1)
+    cluster = started(policy, "a", "b", "c", copied=4)
+    for node in nodes:
+        kill(cluster, node, 0)
+    cluster.is_quiet = is_fresh
+    cluster.run()
+    assert cluster.committed.is_fresh == is_fresh
+    if is_fresh:
+        assert "nobody else holds w of PP3TP1DP1" in cluster.committed.reason
+    else:
+        assert set(cluster.gone_back) == {4}
+
+
 def _of(slot: str) -> tuple[str, int]:
     parsed = Slot.parse(slot)
     return parsed.node, parsed.index

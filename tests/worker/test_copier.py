@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 import etc_agent as etc
+from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.integrations.json_values import decode
 from etc_agent.integrations.tensors import named_tensors
 from etc_agent.parallel.config import Coordinate
+from etc_agent.state.layout import Shard
 from etc_agent.worker.redundancy import copier as copier_module
 from etc_agent.worker.redundancy.copier import BUSY, Copier
 from etc_agent.worker.redundancy.copy_set import ChangedError, CopySet
@@ -111,19 +113,27 @@ class Job:
 
 
 @contextmanager
-def job(nodes: list[int], every: int, *, has_stages: bool = True) -> Iterator[Job]:
+def job(
+    nodes: list[int], every: int, *, scheme: Scheme = Scheme.PEER, has_stages: bool = True
+) -> Iterator[Job]:
     store = dist.HashStore()
     with ThreadPoolExecutor(len(nodes)) as pool:
         size = len(nodes)
         groups = list(pool.map(lambda rank: raw_group(store, rank, size, TIMEOUT_S, Connections()), range(size)))
     workers = [Worker(rank, node, has_stage=has_stages) for rank, node in enumerate(nodes)]
     for worker, group in zip(workers, groups, strict=True):
-        worker.copier = Copier(group, worker.node, every, CPU, worker.at)
+        worker.copier = Copier(group, worker.node, Redundancy(scheme, every), CPU, worker.at)
     try:
         yield Job(workers)
     finally:
         for worker in workers:
             worker.copier.close()
+
+
+def kept_parts(copies: CopySet, number: int) -> dict[Shard, torch.Tensor]:
+    """The parts in a kept block of one piece."""
+    (places,) = copies.kept_layouts[number].pieces.values()
+    return {place.part: place.tensor(copies.kept[number]) for place in places.places}
 
 
 def test_all_ranks_copy_at_the_same_steps_and_keep_what_the_owners_had() -> None:
@@ -139,8 +149,9 @@ def test_all_ranks_copy_at_the_same_steps_and_keep_what_the_owners_had() -> None
                 then = worker.history[step]
                 assert set(then) == {name for name in held if not name.startswith("rng.")}
                 assert all(torch.equal(held[name], tensor) for name, tensor in then.items())
-                for owner in copies.kept:
-                    theirs, parts = running.workers[owner], copies.kept_parts(owner)
+                for number in copies.kept:
+                    (owner,), parts = copies.kept_layouts[number].pieces, kept_parts(copies, number)
+                    theirs = running.workers[owner]
                     assert theirs.node != worker.node
                     assert {part.tensor.name for part in parts} == {f"rng.pp{owner}.dp0.tp0"} | {
                         name for name in theirs.history[step] if f"stage{owner}" in name
@@ -150,7 +161,7 @@ def test_all_ranks_copy_at_the_same_steps_and_keep_what_the_owners_had() -> None
                             assert torch.equal(tensor, theirs.history[step][part.tensor.name])
                     counter = json.loads(copies.kept_values[owner])["extras"]["counter"]
                     assert decode(counter) == {"count": step}
-            assert sorted(owner for worker in running.workers for owner in worker.newest.kept) == [0, 1, 2, 3]
+            assert sorted(number for worker in running.workers for number in worker.newest.kept) == [0, 1, 2, 3]
         assert all(later - earlier >= 4 for earlier, later in pairwise(steps))
 
 
@@ -194,8 +205,8 @@ def test_a_rank_whose_tensors_change_has_all_ranks_plan_again() -> None:
         change = running.step
         running.until(lambda: min(running.complete()) > change + 1, "a copy set of the new tensors")
         assert "model.late" in {shard.tensor.name for shard in worker.newest.layout.manifest}
-        kept = {part.tensor.name for each in running.workers for owner in each.newest.kept
-                for part in each.newest.kept_parts(owner)}
+        kept = {part.tensor.name for each in running.workers for number in each.newest.kept
+                for part in kept_parts(each.newest, number)}
         assert "model.late" in kept
         with pytest.raises(ChangedError, match=r"^model\.late: added"):
             before.restore(worker.state, CPU, worker.at)

@@ -21,11 +21,11 @@ def slot(index: int) -> Slot:
     return Slot(NODE, index)
 
 
-def job_with_copies(folder: Path, model: str, every: int = 3) -> MiniAgent:
+def job_with_copies(folder: Path, model: str, scheme: str = "peer", every: int = 3) -> MiniAgent:
     folder.mkdir()
     return MiniAgent(
         folder, pause_s=0.02, verify=False, job="injected_job", fault={"model": model},
-        environment={REDUNDANCY_VARIABLE: f"peer:{every}"},
+        environment={REDUNDANCY_VARIABLE: f"{scheme}:{every}"},
     )
 
 
@@ -55,17 +55,20 @@ def applied(lines: list[Line], back_to: int) -> list[Line]:
 
 
 @pytest.mark.parametrize(
-    ("model", "start", "after", "placement", "death"),
+    ("scheme", "model", "start", "after", "placement", "death"),
     [
-        ("gpt", "PP2", "PP2", (0, 2), Death(1, "backward")),
-        pytest.param("gpt", "PP2TP2", "PP3", (1, 2, 3), Death(0, "in_optimizer"), marks=pytest.mark.long),
-        ("fsdp", "DP3", "DP2", (0, 2), Death(1, "forward")),
+        ("peer", "gpt", "PP2", "PP2", (0, 2), Death(1, "backward")),
+        pytest.param("peer", "gpt", "PP2TP2", "PP3", (1, 2, 3), Death(0, "in_optimizer"), marks=pytest.mark.long),
+        ("peer", "fsdp", "DP3", "DP2", (0, 2), Death(1, "forward")),
+        ("parity", "gpt", "PP3", "PP2", (0, 2), Death(1, "in_optimizer")),
+        pytest.param("parity", "fsdp", "DP3", "DP2", (1, 2), Death(0, "forward"), marks=pytest.mark.long),
+        pytest.param("parity", "gpt", "PP2TP2", "PP3", (0, 1, 2), Death(3, "backward"), marks=pytest.mark.long),
     ],
 )
 def test_all_ranks_go_back_to_one_step_and_train_on_as_if_nothing_had_happened(
-    tmp_path: Path, model: str, start: str, after: str, placement: tuple[int, ...], death: Death
+    tmp_path: Path, scheme: str, model: str, start: str, after: str, placement: tuple[int, ...], death: Death
 ) -> None:
-    with job_with_copies(tmp_path / "job", model) as agent:
+    with job_with_copies(tmp_path / "job", model, scheme) as agent:
         agent.start(start)
         await_copies(agent)
         die(agent, death)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,9 +30,11 @@ from etc_agent.worker.change.prepare import prepare
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.change.state.holdings import Holdings
-from etc_agent.worker.change.state.rescued import NOTHING, Rescued
+from etc_agent.worker.change.state.rescued import Rescued
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
+from etc_agent.worker.redundancy.copy_set import CopySet
+from etc_agent.worker.redundancy.rebuild import Survivors, rescue
 from etc_agent.worker.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ class Change:
         self._end: End | None = None
         self._prepared: PreparedGeneration | None = None
         self._holdings: Future[Holdings] = Future()
+        self._copies: CopySet | None = None
         self.connections = ChangeConnections()
         self._thread = threading.Thread(target=self._run, name=f"etc-change-{order.generation.id}", daemon=True)
 
@@ -104,18 +107,11 @@ class Change:
         if not self.wants_holdings:
             return
         try:
-            self._tell(self._holdings.set_result, replace(Holdings.of(live.state), rescued=self._rescued(live)))
+            self._copies = live.copier.gone_back_to if live.copier is not None else None
+            self._tell(self._holdings.set_result, Holdings.of(live.state))
         except Exception as error:
             # Without its traceback, which would keep the state alive.
             self._tell(self._holdings.set_exception, EtcError(one_line(error)))
-
-    def _rescued(self, live: LiveGeneration) -> Rescued:
-        """What this worker gives in place of those that were lost, where all have gone back to a copy set."""
-        copies = live.copier.gone_back_to if live.copier is not None else None
-        if copies is None:
-            return NOTHING
-        placement, lost = self._order.previous.placement, self._order.generation.lost
-        return copies.rescue([rank for rank, slot in enumerate(placement) if slot in lost], self._settings.device)
 
     @property
     def wants_holdings(self) -> bool:
@@ -186,6 +182,16 @@ class Change:
                 "steps; raise switch_timeout_s, or shorten the pause between steps"
             ) from None
 
+    def rescued(self, survivors: Survivors) -> Rescued:
+        """What this worker gives in place of those that were lost, where all have gone back to a copy set. Call it
+        after `holdings`. Collective over the survivors.
+
+        Raises:
+            RuntimeError: a survivor was lost.
+        """
+        copies, self._copies = self._copies, None
+        return rescue(copies, survivors, self._settings.device)
+
     def await_memory(self) -> None:
         """Wait until the memory of earlier generations is freed, so that measuring free memory is meaningful."""
         if not self._retirements.wait(self._settings.abort_timeout_s):
@@ -255,6 +261,7 @@ class Change:
             self._thread.join(_CUT_AGAIN_S)
 
     def _forget_holdings(self) -> None:
+        self._copies = None
         self._holdings = Future()
         self._holdings.cancel()
 

@@ -260,7 +260,7 @@ class Elastic:
         settings = self._settings
         if live.copies is not None:
             at = live.parallel.coordinate
-            live.copier = Copier(live.copies, node, settings.redundancy.every, settings.device, at)
+            live.copier = Copier(live.copies, node, settings.redundancy, settings.device, at)
 
     def _recover(self) -> None:
         """Where workers were lost: wait, frozen, for the generation that follows, and enter it."""

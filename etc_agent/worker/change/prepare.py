@@ -10,10 +10,11 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import EtcError, RelayedError, named, one_line
@@ -32,10 +33,12 @@ from etc_agent.worker.change.modes.make_mode import make_mode, make_plan_for
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.state.amending import Said, amend, check_carried, gather_amendments, warn_of_losses
 from etc_agent.worker.change.state.holdings import Holdings
+from etc_agent.worker.change.state.rescued import Rescued
 from etc_agent.worker.change.state.rng import carried_stream
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, build_on_meta
+from etc_agent.worker.redundancy.rebuild import Survivors
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.swap import World, entered
@@ -56,6 +59,9 @@ class Owner(Protocol):
 
     def holdings(self) -> Holdings | None:
         """What this worker holds, taken at a safe point; None where it joins."""
+
+    def rescued(self, survivors: Survivors) -> Rescued:
+        """What this worker gives in place of lost ones, from copies; taken with all survivors, after `holdings`."""
 
     def await_memory(self) -> None:
         """Wait until the memory of earlier generations is freed."""
@@ -110,7 +116,9 @@ def prepare(
         with _phase(phases_ms, "build"):
             state, refusal = _build(task, groups.world, script)
             owner.check()
-            old = _old_side(task, owner.holdings())
+            holdings = owner.holdings()
+        with _phase(phases_ms, "rescue"):
+            old = _old_side(task, _with_rescued(task, holdings, owner, groups.all_workers))
         with _phase(phases_ms, "amend"):
             said = gather_amendments(groups.all_workers, old.holdings)
             refusal = refusal or amend(state, groups.world, said)
@@ -157,6 +165,18 @@ def _build(task: Task, world: World | None, script: Build) -> tuple[TrainState |
         return None, (kind_of(error), one_line(error))
     except (Exception, SystemExit) as error:
         return None, (kind_of(error), f"build() raised {named(error)}")
+
+
+def _with_rescued(
+    task: Task, holdings: Holdings | None, owner: Owner, group: dist.ProcessGroup
+) -> Holdings | None:
+    """`holdings` with what this worker gives in place of lost ones."""
+    lost_slots = task.generation.lost
+    if holdings is None or not lost_slots:
+        return holdings
+    lost = {rank for rank, slot in enumerate(task.previous.placement) if slot in lost_slots}
+    workers = {rank: worker for worker, rank in enumerate(task.crew.old_ranks) if rank is not None}
+    return replace(holdings, rescued=owner.rescued(Survivors(group, workers, lost)))
 
 
 def _old_side(task: Task, holdings: Holdings | None) -> OldSide:

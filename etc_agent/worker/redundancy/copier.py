@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 import torch.distributed as dist
 
+from etc_agent.control.redundancy import Redundancy
 from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.migration.modes import free_bytes
@@ -30,7 +32,7 @@ from etc_agent.state.layout import Manifest
 from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.redundancy.copy_set import ChangedError, CopySet, Pending, held_now
 from etc_agent.worker.redundancy.exchange import CopyPlan, exchange, make_plan
-from etc_agent.worker.redundancy.layout import OwnLayout, Places
+from etc_agent.worker.redundancy.layout import BlockLayout, OwnLayout
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class Copier:
     Args:
         group: a raw gloo group over the generation's ranks, for this copier alone.
         node: the number of this worker's node.
-        every: steps from one copy set to the next.
+        redundancy: the scheme, and how many steps there are from one copy set to the next.
         at: this rank's grid coordinate.
 
     Attributes:
@@ -74,12 +76,12 @@ class Copier:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, node: int, every: int, device: torch.device, at: Coordinate
+        self, group: dist.ProcessGroup, node: int, redundancy: Redundancy, device: torch.device, at: Coordinate
     ) -> None:
         self._group: dist.ProcessGroup | None = group
         self._rank = group.rank()
         self._node = node
-        self._every = every
+        self._redundancy = redundancy
         self._device = device
         self._at = at
         self._orders: queue.SimpleQueue[_Plan | _Exchange | None] = queue.SimpleQueue()
@@ -92,7 +94,7 @@ class Copier:
         self._has_given_up = False
         self._last_step: int | None = None
         self.plan: CopyPlan | None = None
-        self._layouts: tuple[OwnLayout, dict[int, Places]] | None = None
+        self._layouts: tuple[OwnLayout, Mapping[int, BlockLayout]] | None = None
         self.gone_back_to: CopySet | None = None
         self._complete: list[CopySet] = []
         self._free: list[CopySet] = []
@@ -114,7 +116,7 @@ class Copier:
                 self._is_planned, self._ballot = True, BUSY
                 self._num_plans_due += 1
             self._orders.put(_Plan(tuple(held_now(state, self._device, self._at))))
-        elif agreed > BUSY and (self._last_step is None or step - self._last_step >= self._every):
+        elif agreed > BUSY and (self._last_step is None or step - self._last_step >= self._redundancy.every):
             self._begin_set(state, step, agreed)
 
     def _begin_set(self, state: TrainState, step: int, number: int) -> None:
@@ -195,7 +197,9 @@ class Copier:
 
     def _make_plan(self, group: dist.ProcessGroup, manifest: Manifest) -> None:
         newest = self.newest
-        plan = make_plan(group, manifest, self._node, newest.number if newest is not None else 0)
+        plan = make_plan(
+            group, self._redundancy.scheme, manifest, self._node, newest.number if newest is not None else 0
+        )
         self.plan = plan
         if not plan.is_needed:
             if self._rank == 0:
@@ -216,20 +220,20 @@ class Copier:
         if self._rank == 0:
             _log.warning(
                 "copies of the state are made every %d steps, in %s bytes of this worker's host memory: %s",
-                self._every, f"{num_bytes:,}", plan.in_words(),
+                self._redundancy.every, f"{num_bytes:,}", plan.in_words(),
             )
         self._set_ballot(plan.newest + 1, num_plans=1)
 
     def _allocate(self, plan: CopyPlan) -> tuple[int, str]:
         """Allocate the buffers of two copy sets. Returns their bytes, and why there is no memory for them, if so."""
         own, kept = self._layouts = plan.layouts(self._rank)
-        num_bytes = _NUM_SETS * (own.num_bytes + sum(places.num_bytes for places in kept.values()))
+        num_bytes = _NUM_SETS * (own.num_bytes + sum(block.num_bytes for block in kept.values()))
         free = free_bytes(torch.device("cpu")) // plan.nodes.count(self._node)
         if num_bytes > free:
             needed = f"rank {self._rank} needs {num_bytes:,} bytes of host memory for them"
             return num_bytes, f"{needed} and has {free:,} free"
         try:
-            sets = [CopySet.allocate(own, kept, self._device) for _ in range(_NUM_SETS)]
+            sets = [CopySet.allocate(plan.blocks, own, kept, self._device) for _ in range(_NUM_SETS)]
         except RuntimeError as error:
             return num_bytes, f"rank {self._rank} cannot allocate {num_bytes:,} bytes for them: {one_line(error)}"
         with self._lock:
@@ -242,7 +246,7 @@ class Copier:
             order.pending.finish()
             self._is_copied.set()
         copies, is_taken = order.copies, order.pending is not None
-        is_complete = exchange(group, self.plan.keeper_of(self._rank), copies, is_taken=is_taken)
+        is_complete = exchange(group, copies, is_taken=is_taken)
         with self._lock:
             if is_complete:
                 self._complete.append(copies)

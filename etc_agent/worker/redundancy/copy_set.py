@@ -1,10 +1,10 @@
-"""One worker's share of a copy set: its own state at the set's step, and what it keeps of others' at that step."""
+"""One worker's share of a copy set: its own state at the set's step, and the blocks that it keeps of others' then."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,12 +20,12 @@ from etc_agent.integrations.tensors import named_tensors
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.migration.memory.bits import as_bits, copy_bits, finish_copies
 from etc_agent.parallel.config import Coordinate
+from etc_agent.planner.keepers import Block
 from etc_agent.state.layout import Manifest, Shard
 from etc_agent.worker.change.state.holdings import local_shards, reshard
-from etc_agent.worker.change.state.rescued import Rescued
-from etc_agent.worker.change.state.rng import STREAM_PREFIX, stream_of
+from etc_agent.worker.change.state.rng import stream_of
 from etc_agent.worker.change.state.user_state import own_state, rules_of
-from etc_agent.worker.redundancy.layout import OwnLayout, Places, host_buffer
+from etc_agent.worker.redundancy.layout import BlockLayout, OwnLayout, host_buffer
 
 _MOST_NAMES = 5
 
@@ -85,14 +85,15 @@ class Pending:
 class CopySet:
     """`number`: copy sets of a generation count from 1. `step`: the next step to run in this state.
 
-    `own`: this worker's state in `layout`. `kept`: owner -> its parts, in `kept_layouts`. `shared`: the host state
-    that is equal on every rank; `own_values`: what this rank has of its own (`own_state`); `kept_values`: the same of
-    the owners. All three as JSON. `host_streams`: the states of Python's and NumPy's own generators, which no change
-    carries, but to which this worker goes back.
+    `blocks`: of all ranks. `own`: this worker's state in `layout`. `kept`: number of a block -> its bytes, in
+    `kept_layouts`. `shared`: the host state that is equal on every rank; `own_values`: what this rank has of its own
+    (`own_state`); `kept_values`: the same of owners, by rank. All three as JSON. `host_streams`: the states of Python's
+    and NumPy's own generators, which no change carries, but to which this worker goes back.
     """
 
+    blocks: tuple[Block, ...]
     layout: OwnLayout
-    kept_layouts: Mapping[int, Places]
+    kept_layouts: Mapping[int, BlockLayout]
     own: torch.Tensor
     kept: Mapping[int, torch.Tensor]
     number: int = 0
@@ -103,18 +104,19 @@ class CopySet:
     host_streams: tuple[Any, Any] | None = None
 
     @classmethod
-    def allocate(cls, layout: OwnLayout, kept_layouts: Mapping[int, Places], device: torch.device) -> CopySet:
-        kept = {owner: host_buffer(places.num_bytes, device) for owner, places in kept_layouts.items()}
-        return cls(layout, kept_layouts, host_buffer(layout.num_bytes, device), kept)
+    def allocate(
+        cls, blocks: tuple[Block, ...], layout: OwnLayout, kept_layouts: Mapping[int, BlockLayout], device: torch.device
+    ) -> CopySet:
+        kept = {number: host_buffer(block.num_bytes, device) for number, block in kept_layouts.items()}
+        return cls(blocks, layout, kept_layouts, host_buffer(layout.num_bytes, device), kept)
 
     @property
     def num_bytes(self) -> int:
         return self.own.numel() + sum(buffer.numel() for buffer in self.kept.values())
 
-    @property
-    def sent(self) -> torch.Tensor:
-        """What the keeper of this worker gets."""
-        return self.own[: self.layout.sent.num_bytes]
+    def piece(self, number: int) -> torch.Tensor:
+        """What the keeper of that block gets of this worker, a view of `own`."""
+        return self.layout.sent[number].range_of(self.own)
 
     def take(self, state: TrainState, device: torch.device, at: Coordinate, number: int, step: int) -> Pending:
         """Copy the buffers, to which a forward pass may write; returns the copies of all else, to be made before the
@@ -129,7 +131,7 @@ class CopySet:
         buffers = {f"model.{name}" for name, _ in state.model.named_buffers()}
         at_once, later = Copies(), Copies()
         by_name = {shard.tensor.name: shard for shard in held}
-        for place in (*self.layout.sent.places, *self.layout.rest.places):
+        for place in self.layout.places:
             shard = by_name[place.part.tensor.name]
             bits = as_bits(held[shard])
             copies = at_once if place.part.tensor.name in buffers else later
@@ -165,20 +167,6 @@ class CopySet:
         random.setstate(python)
         np.random.set_state(numpy)
         set_rng_state(device, places[stream_of(at, rng_state(device))].tensor(self.own).clone())
-
-    def rescue(self, lost: Collection[int], device: torch.device) -> Rescued:
-        """What is kept here of the `lost` ranks."""
-        owners = [owner for owner in self.kept if owner in lost]
-        tensors = {
-            shard: part.to("cpu" if shard.tensor.name.startswith(STREAM_PREFIX) else device, copy=True)
-            for owner in owners
-            for shard, part in self.kept_parts(owner).items()
-        }
-        return Rescued(tensors, {owner: json.loads(self.kept_values[owner]) for owner in owners})
-
-    def kept_parts(self, owner: int) -> dict[Shard, torch.Tensor]:
-        """The parts of `owner` that are kept here, as views of host memory."""
-        return {place.part: place.tensor(self.kept[owner]) for place in self.kept_layouts[owner].places}
 
 
 def check_same(then: Manifest, now: Manifest) -> None:

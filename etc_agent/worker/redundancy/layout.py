@@ -1,17 +1,20 @@
-"""Where copies lie in host memory: one flat buffer for a worker's own state, one for each owner that it keeps.
+"""Where copies lie in host memory: one flat buffer for a worker's own state, one for each block that it keeps.
 
-A worker's own copy begins with the parts that its keeper gets, so that they are sent from there as one message. A shard
-of which only a part goes to the keeper follows as a whole, too.
+A worker's own copy begins with the pieces that its keepers get, so that each is sent from there without another copy. A
+shard that is not wholly one part of a piece follows as a whole, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import torch
 
 from etc_agent.migration.memory.bits import bits_at, touch
+from etc_agent.planner.keepers import Block
 from etc_agent.state.layout import Manifest, Shard
 
 _ALIGNMENT = 16
@@ -36,44 +39,78 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Parts one after the other; `num_bytes` of them all."""
+    """Parts one after the other, from `start_bytes` to `end_bytes` of a buffer."""
 
     places: tuple[Place, ...]
-    num_bytes: int
+    start_bytes: int
+    end_bytes: int
 
     @classmethod
     def of(cls, parts: Manifest, start_bytes: int = 0) -> Self:
-        """The parts in the order given, from `start_bytes` on, which counts to `num_bytes`."""
+        """The parts in the order given."""
         places, end = [], start_bytes
         for part in parts:
             places.append(Place(part, end))
             end += -(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return cls(tuple(places), end)
+        return cls(tuple(places), start_bytes, end)
+
+    @property
+    def num_bytes(self) -> int:
+        """A multiple of 16."""
+        return self.end_bytes - self.start_bytes
+
+    def range_of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The bytes of all parts, a view of the flat uint8 `buffer`."""
+        return buffer[self.start_bytes : self.end_bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnLayout:
-    """A worker's own copy. `manifest`: all that it holds. `sent`: the parts that its keeper gets; `rest`: the shards
-    that are not wholly among them."""
+    """A worker's own copy. `manifest`: all that it holds. `sent`: number of a block -> the piece that its keeper gets;
+    `rest`: the shards that are not each one part of a piece."""
 
     manifest: Manifest
-    sent: Places
+    sent: Mapping[int, Places]
     rest: Places
 
     @classmethod
-    def of(cls, manifest: Manifest, sent: Manifest) -> Self:
-        whole = set(sent)
-        first = Places.of(sent)
-        return cls(manifest, first, Places.of(tuple(s for s in manifest if s not in whole), first.num_bytes))
+    def of(cls, manifest: Manifest, pieces: Mapping[int, Manifest]) -> Self:
+        """`pieces`: number of a block -> the parts that its keeper gets."""
+        sent: dict[int, Places] = {}
+        end = 0
+        for number, parts in pieces.items():
+            sent[number] = Places.of(parts, end)
+            end = sent[number].end_bytes
+        whole = {part for parts in pieces.values() for part in parts}
+        return cls(manifest, sent, Places.of(tuple(s for s in manifest if s not in whole), end))
 
     @property
     def num_bytes(self) -> int:
-        return self.rest.num_bytes
+        return self.rest.end_bytes
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(chain(*(places.places for places in self.sent.values()), self.rest.places))
 
     def shards(self) -> dict[Shard, Place]:
         """Every shard of the manifest -> its place."""
-        places = {place.part: place for place in (*self.sent.places, *self.rest.places)}
+        places = {place.part: place for place in self.places}
         return {shard: places[shard] for shard in self.manifest}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """A block that a worker keeps. `pieces`: owner -> where its parts lie in the block's buffer."""
+
+    pieces: Mapping[int, Places]
+
+    @classmethod
+    def of(cls, block: Block) -> Self:
+        return cls({piece.owner: Places.of(piece.parts) for piece in block.pieces})
+
+    @property
+    def num_bytes(self) -> int:
+        return max(places.num_bytes for places in self.pieces.values())
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
