@@ -187,7 +187,7 @@ def _adjust(view: View, committed: Generation, current: Current, reply: Reply | 
         return Wait(view.policy.settle_s - view.quiet_s)
     if committed.is_held and (seconds := retry_in_s(view, config)) > 0:
         return Wait(seconds)  # it cannot stay as it is, but can wait for this
-    reason, trigger = _reason(current, committed, config, leaving, is_held=is_held)
+    reason, trigger = _reason(view, current, committed, config, leaving, is_held=is_held)
     if not in_session(view):
         is_plain = any(view.ack(committed.id, node).is_plain for node in committed.nodes)
         if view.phase_s < view.policy.start_s and not is_plain:
@@ -276,7 +276,7 @@ def _is_asked_for(current: Current, config: ParallelConfig) -> bool:
 
 
 def _reason(
-    current: Current, committed: Generation, config: ParallelConfig, leaving: list[str], *, is_held: bool
+    view: View, current: Current, committed: Generation, config: ParallelConfig, leaving: list[str], *, is_held: bool
 ) -> tuple[str, Trigger]:
     if _is_asked_for(current, config):
         return f"asked for {current.wanted}", Trigger.REQUEST
@@ -284,5 +284,6 @@ def _reason(
         held = "; too few are left, the state is only kept" if is_held else ""
         return f"{names(leaving)} leaves{held}", Trigger.NODE_LEAVES
     if committed.is_held or config.num_ranks > committed.config.num_ranks:
-        return "nodes came", Trigger.NODES_CAME
+        came = committed.is_held or not {node.name for node in view.usable} <= set(committed.nodes)
+        return "nodes came" if came else "it grows to the wanted size", Trigger.NODES_CAME
     return "fewer slots are left", Trigger.FEWER_SLOTS

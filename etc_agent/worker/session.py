@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -29,6 +30,8 @@ from etc_agent.worker.settings import Record, Settings
 from etc_agent.worker.step import Deciding, Step
 from etc_agent.worker.update import apply, can_apply, forbid_step
 
+_log = logging.getLogger(__name__)
+
 
 class Session:
     """See `session`."""
@@ -42,6 +45,7 @@ class Session:
         self._settings = settings
         self._course = Course()
         self._job: FixedSize | Elastic | None = None
+        self._step: Step | None = None
         self._sample_ids: Sequence[int] = ()
         self._allow_step: Callable[[], None] = lambda: None
 
@@ -81,8 +85,9 @@ class Session:
                 return
             job.begin_step()
             self._allow_step = forbid_step(self.state)
-            step = Step(Deciding(self._vote, self._apply, job.forgive), course.step)
+            self._step = step = Step(Deciding(self._vote, self._apply, job.forgive), course.step)
             yield step
+            self._step = None
             self._allow_step()
             if not step.is_committed and not step.is_retried:
                 raise EtcError(f"step {step.index} was left without step.commit(); use it as: with step: ...")
@@ -192,6 +197,9 @@ class Session:
 
     def _close(self, error: BaseException | None) -> None:
         job, self._job = self._open_job(), None
+        step = self._step if isinstance(job, Elastic) else None
+        if error is not None and step is not None and (advice := step.advice(error)):
+            _log.error("%s", advice)
         job.close(error)
 
     def _open_job(self) -> FixedSize | Elastic:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from etc_agent.control.causes import kind_of
 from etc_agent.errors import EtcError
-from etc_agent.worker.loss.frozen import StepRetriedError
+from etc_agent.worker.loss.frozen import CONSEQUENCES, StepRetriedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Step:
         self.index = index
         self.is_committed = False
         self.is_retried = False
+        self._ended_by: BaseException | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -45,6 +47,7 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
+        self._ended_by = error
         if self.is_retried and (error is None or isinstance(error, StepRetriedError)):
             return True
         if error is None:
@@ -56,6 +59,16 @@ class Step:
             return False
         self.is_retried = not self.is_committed
         return True
+
+    def advice(self, error: BaseException) -> str:
+        """What to do about `error`, which has left the loop over the steps, where an operation with other workers has
+        failed outside of the ``with step``; else nothing."""
+        if error is self._ended_by or kind_of(error) not in CONSEQUENCES:
+            return ""
+        return (
+            f"an operation with other workers has failed outside of `with step`, near step {self.index}, and ends this "
+            "worker; inside of it, after step.commit() for an evaluation, the loss of another worker is survived"
+        )
 
     def commit(self, ok: bool = True) -> bool:
         """Vote, and on every rank or on none apply the step: ``optimizer.step()``, ``scheduler.step()``,

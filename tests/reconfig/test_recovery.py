@@ -63,6 +63,7 @@ def test_the_job_grows_back_by_a_planned_change() -> None:
     cluster.is_quiet = True
     cluster.run()
     assert cluster.committed.config.num_ranks == 4
+    assert cluster.committed.reason == "it grows to the wanted size"
     assert not cluster.committed.is_fresh
     assert cluster.num_started == 5
     cluster.assert_consistent()

@@ -12,7 +12,7 @@ from etc_agent.worker.loss.latch import Latch
 
 _log = logging.getLogger(__name__)
 
-_CONSEQUENCES = (ErrorKind.PEER_LOST, ErrorKind.UNCLEAR)
+CONSEQUENCES = (ErrorKind.PEER_LOST, ErrorKind.UNCLEAR)
 
 
 class StepRetriedError(BaseException):
@@ -38,15 +38,18 @@ class FrozenWait:
         kind = kind_of(error)
         if self._latch.is_closed:
             # What has been cut may show as an error of any native call.
-            return kind in _CONSEQUENCES or type(error) is RuntimeError
-        if kind not in _CONSEQUENCES or not isinstance(error, Exception):
+            return kind in CONSEQUENCES or type(error) is RuntimeError
+        if kind not in CONSEQUENCES or not isinstance(error, Exception):
             return False
         reason = one_line(error)
         _log.warning("an operation with other workers has failed: %s; the agent is asked whether one is lost", reason)
         self._send(PeerLost(self._latch.seen.generation, step, reason, kind))
         if self._latch.await_closed(self._timeout_s, self._is_over):
             return True
-        _log.error("no loss of a worker was found within %g s (loss_timeout_s)", self._timeout_s)
+        if self._is_over():
+            _log.error("the agent is gone, so nobody says whether a worker was lost; this worker ends")
+        else:
+            _log.error("no loss of a worker was found within %g s (loss_timeout_s)", self._timeout_s)
         return False
 
     def agreed(self) -> Agreed:
