@@ -99,9 +99,9 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Sent now and then, and at the end: the next step to run, the number of steps, and the seconds that the last one
-    took, with what the script did between it and the one before. `copied`: the step of the newest copy set that is
-    complete on this worker, -1 for none."""
+    """Sent now and then, and at the end: the next step to run, the number of steps, and the seconds of a step, on
+    average over those since the last of these messages, with what the script did between steps. `copied`: the step of
+    the newest copy set that is complete on this worker, -1 for none."""
 
     type: ClassVar[str] = "progress"
     generation: int

@@ -28,8 +28,10 @@ class Order:
         return {"why": self.why, "by": self.by, "since": self.since}
 
     def __str__(self) -> str:
-        """For people: ``why (by whom)``."""
-        return " ".join(filter(None, (self.why, self.by and f"(by {self.by})")))
+        """For people: ``why (by whom)``, or what is known of it."""
+        if not self.by:
+            return self.why
+        return f"{self.why} (by {self.by})" if self.why else f"by {self.by}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ class Goodput:
     redone: int = 0
 
     def at(self, now: float, step: int, step_s: float) -> Goodput:
-        """The job is about to run `step`, and its last step took `step_s` seconds; `now`: in seconds since 1970."""
+        """The job is about to run `step`, and a step took `step_s` seconds lately, on average; `now`: in seconds
+        since 1970."""
         if self.step is None or self.last is None:
             return replace(self, step=step, last=step)
         new, back = max(0, step - self.step), max(0, self.last - step)

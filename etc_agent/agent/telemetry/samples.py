@@ -150,7 +150,7 @@ def _of_node(facts: NodeFacts) -> tuple[Family, ...]:
         rate = 1 / facts.step_s if facts.step_s > 0 else 0.0
         found += [
             _gauge("step", "The next step of this node's furthest worker.", Sample(node, facts.step)),
-            _gauge("steps_per_second", "From the duration of the last step.", Sample(node, rate)),
+            _gauge("steps_per_second", "From the mean duration of the latest steps.", Sample(node, rate)),
         ]
     return tuple(found)
 

@@ -389,7 +389,7 @@ class Elastic:
 
     def _progress(self) -> Progress:
         course = self._course
-        return Progress(self._in_force(), course.step, course.num_steps, course.step_s, self._copied())
+        return Progress(self._in_force(), course.step, course.num_steps, course.tell(), self._copied())
 
     def _send_switched(self, prepared: PreparedGeneration, outcome: Switch) -> None:
         moved = outcome.report

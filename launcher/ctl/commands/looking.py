@@ -33,7 +33,8 @@ def list_jobs(client: EtcdClient, prefix: str, states: tuple[str, ...], output: 
     keys = [JobKeys(run_id, prefix) for run_id in run_ids(client, prefix)]
     rows = [list_row(job) for job in read_jobs(client, keys)]
     shown = [row for row in rows if not states or row["state"] in states]
-    output.show_all(shown, lambda: list_screen(shown, time.time()) if shown else f"no jobs under {prefix}")
+    none = f"no jobs under {prefix}" + (f" are {' or '.join(states)}; there are {len(rows)} others" if rows else "")
+    output.show_all(shown, lambda: list_screen(shown, time.time()) if shown else none)
 
 
 @click.command()

@@ -102,6 +102,9 @@ CASES = {
         job(pause=Order("measuring", "ada"), scale=Request("8", 9)),
         "Nothing changes while the job is paused (measuring (by ada)); the job trains as PP1TP1DP2, and the request 8",
     ),
+    "paused without a reason": (
+        job(pause=Order(by="ada")), "Nothing changes while the job is paused (by ada); the job trains as PP1TP1DP2.",
+    ),
     "asked": (job(scale=Request("8", 9)), "The request 8 was just written, and the leader has not answered it yet."),
     "pending": (
         job(

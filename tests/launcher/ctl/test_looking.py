@@ -89,6 +89,7 @@ def test_list_shows_every_job_and_filters_by_state(ctl: Ctl, client: EtcdClient,
     assert (rows["demo2"]["nodes"], rows["demo2"]["step"], rows["demo2"]["rate_steps_per_s"]) == (2, 7, 2.5)
     assert [row["run_id"] for row in ctl("list", "--json", "--state", "failed", run_id=None).lines] == ["over"]
     assert "7 of 100" in ctl("list", run_id=None).out
+    assert ctl("list", "--state", "held", run_id=None).out == "no jobs under /etc-run are held; there are 4 others\n"
     client.delete_prefix("/etc-run")
     assert ctl("list", run_id=None).out == "no jobs under /etc-run\n"
 
