@@ -61,8 +61,14 @@ def _facts(status: Mapping[str, Any], now: float) -> dict[str, str]:
         "can lose": _survives(status["survives"]),
         "leader": escape(status["leader"] or "none"),
         "cordoned": "; ".join(f"{escape(each['name'])} {_order(each, now)}".strip() for each in status["cordons"]),
-        "given up": "; ".join(escape(f"{each['config']}: {each['why']}") for each in status["given_up"]),
+        "given up": "; ".join(escape(_given_up(each)) for each in status["given_up"]),
     }
+
+
+def _given_up(config: Mapping[str, Any]) -> str:
+    """The config and why; the model's reasons name it themselves."""
+    named = f"{config['config']}: "
+    return named + config["why"].removeprefix(named)
 
 
 def _nodes_table(status: Mapping[str, Any]) -> Table:

@@ -196,3 +196,11 @@ def test_stop_writes_the_order_and_waits_for_the_end(ctl: Ctl, client: EtcdClien
     leader.join(20)
     mirror.close()
     assert ctl("stop").code == 6
+
+
+def test_an_empty_size_is_a_mistake_since_a_variable_was_not_set(ctl: Ctl, client: EtcdClient, keys: JobKeys) -> None:
+    for empty in ("", " "):
+        ended = ctl("scale", empty, at="127.0.0.1:1")
+        assert ended.code == 2
+        assert "is not a size; write a number of workers (8)" in ended.err
+    assert client.get(keys.scale) is None
