@@ -145,7 +145,8 @@ def test_all_ranks_copy_at_the_same_steps_and_keep_what_the_owners_had() -> None
             steps.append(step)
             for worker in running.workers:
                 copies = worker.newest
-                held = {shard.tensor.name: place.tensor(copies.own) for shard, place in copies.layout.shards().items()}
+                shards = copies.layout.shards().items()
+                held = {shard.tensor.name: place.tensor(copies.own) for shard, (place,) in shards}
                 then = worker.history[step]
                 assert set(then) == {name for name in held if not name.startswith("rng.")}
                 assert all(torch.equal(held[name], tensor) for name, tensor in then.items())
@@ -175,8 +176,9 @@ def test_at_every_moment_all_ranks_have_one_complete_set_in_common() -> None:
         assert common > 20
 
 
-def test_restoring_a_set_gives_the_state_of_its_step_back_bit_for_bit() -> None:
-    with job([0, 1], every=1000) as running:
+@pytest.mark.parametrize("scheme", [Scheme.PEER, Scheme.PARITY])
+def test_restoring_a_set_gives_the_state_of_its_step_back_bit_for_bit(scheme: Scheme) -> None:
+    with job([0, 1, 2], every=1000, scheme=scheme) as running:
         running.until(lambda: -1 not in running.complete(), "a copy set")
         (step,) = running.complete()
         worker = running.workers[0]

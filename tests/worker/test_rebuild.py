@@ -77,13 +77,16 @@ def test_survivors_give_back_all_that_a_lost_node_had_of_its_own(
 
 
 def test_parity_over_four_nodes_takes_a_third_of_the_memory_of_copies() -> None:
-    kept = {}
+    kept, own = {}, {}
     for scheme in (Scheme.PEER, Scheme.PARITY):
         with job([0, 1, 2, 3], every=1, scheme=scheme) as running:
             running.until(lambda running=running: -1 not in running.complete(), "a copy set")
             kept[scheme] = [sum(map(torch.numel, worker.newest.kept.values())) for worker in running.workers]
+            own[scheme] = [worker.newest.own.numel() for worker in running.workers]
     for peer, parity in zip(kept[Scheme.PEER], kept[Scheme.PARITY], strict=True):
         assert abs(parity - peer / 3) < 200, "parts begin at multiples of 16 bytes"
+    for peer, parity in zip(own[Scheme.PEER], own[Scheme.PARITY], strict=True):
+        assert abs(parity - peer) < 200, "what is cut is there once"
 
 
 def test_what_two_lost_members_of_one_group_had_is_not_given() -> None:

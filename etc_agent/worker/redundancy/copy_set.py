@@ -154,8 +154,12 @@ class CopySet:
         """
         held = held_now(state, device, at)
         check_same(self.layout.manifest, tuple(held))
-        places = self.layout.shards()
-        copy_bits([as_bits(tensor) for tensor in held.values()], [places[shard].bits(self.own) for shard in held])
+        copies = Copies()
+        for shard, places in self.layout.shards().items():
+            for place in places:
+                copies.targets.append(as_bits(held[shard])[place.part.box.within(shard.box)])
+                copies.sources.append(place.bits(self.own))
+        copy_bits(copies.targets, copies.sources)
         finish_copies(device)
         if state.optimizer is not None:
             state.optimizer.zero_grad(set_to_none=True)
@@ -164,9 +168,10 @@ class CopySet:
         # Last: the script's objects may draw from the stream while they load.
         assert self.host_streams is not None, "taken"
         python, numpy = self.host_streams
+        stream = held[stream_of(at, rng_state(device))]
         random.setstate(python)
         np.random.set_state(numpy)
-        set_rng_state(device, places[stream_of(at, rng_state(device))].tensor(self.own).clone())
+        set_rng_state(device, stream)
 
 
 def check_same(then: Manifest, now: Manifest) -> None:

@@ -1,11 +1,12 @@
 """Where copies lie in host memory: one flat buffer for a worker's own state, one for each block that it keeps.
 
 A worker's own copy begins with the pieces that its keepers get, so that each is sent from there without another copy. A
-shard that is not wholly one part of a piece follows as a whole, too.
+shard that is not wholly in them follows as a whole, too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -66,8 +67,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class OwnLayout:
-    """A worker's own copy. `manifest`: all that it holds. `sent`: number of a block -> the piece that its keeper gets;
-    `rest`: the shards that are not each one part of a piece."""
+    """A worker's own copy. `manifest`: all that it holds, one shard of each tensor. `sent`: number of a block -> the
+    piece that its keeper gets; `rest`: the shards that are not wholly in the pieces."""
 
     manifest: Manifest
     sent: Mapping[int, Places]
@@ -81,8 +82,11 @@ class OwnLayout:
         for number, parts in pieces.items():
             sent[number] = Places.of(parts, end)
             end = sent[number].end_bytes
-        whole = {part for parts in pieces.values() for part in parts}
-        return cls(manifest, sent, Places.of(tuple(s for s in manifest if s not in whole), end))
+        num_sent = Counter[str]()
+        for part in chain(*pieces.values()):
+            num_sent[part.tensor.name] += part.box.num_elements
+        rest = tuple(shard for shard in manifest if num_sent[shard.tensor.name] < shard.box.num_elements)
+        return cls(manifest, sent, Places.of(rest, end))
 
     @property
     def num_bytes(self) -> int:
@@ -92,10 +96,14 @@ class OwnLayout:
     def places(self) -> tuple[Place, ...]:
         return tuple(chain(*(places.places for places in self.sent.values()), self.rest.places))
 
-    def shards(self) -> dict[Shard, Place]:
-        """Every shard of the manifest -> its place."""
-        places = {place.part: place for place in self.places}
-        return {shard: places[shard] for shard in self.manifest}
+    def shards(self) -> dict[Shard, tuple[Place, ...]]:
+        """Every shard of the manifest -> where it lies: one place, or those of the parts that make it up."""
+        found: dict[str, list[Place]] = {shard.tensor.name: [] for shard in self.manifest}
+        for places in self.sent.values():
+            for place in places.places:
+                found[place.part.tensor.name].append(place)
+        found |= {place.part.tensor.name: [place] for place in self.rest.places}
+        return {shard: tuple(found[shard.tensor.name]) for shard in self.manifest}
 
 
 @dataclass(frozen=True, slots=True)
