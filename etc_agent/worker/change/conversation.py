@@ -61,6 +61,7 @@ class Conversation:
         self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings,
         latch: Latch, cut: Callable[[], None], whereabouts: Whereabouts, retirements: Retirements,
         finish: Callable[[], None] = lambda: None, copied: Callable[[], int] = lambda: -1,
+        agent_gone: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel = channel
         self._hello = Hello(slot, os.getpid(), generation)
@@ -73,6 +74,7 @@ class Conversation:
         self._retirements = retirements
         self._finish = finish
         self._copied = copied
+        self._agent_gone = agent_gone
         self._changed = latch.changed
         self._change: Change | None = None
         self._taken: Change | None = None
@@ -230,8 +232,10 @@ class Conversation:
             except (ValueError, LookupError, TypeError) as error:
                 _log.error("the agent's message %s cannot be used: %s", message.type, one_line(error))
         with self._changed:
-            self._is_closed = True
+            is_gone, self._is_closed = not self._is_closed, True
             self._changed.notify_all()
+        if is_gone:
+            self._agent_gone()
 
     def _handle(self, message: Message) -> None:
         match message:

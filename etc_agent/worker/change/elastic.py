@@ -25,6 +25,7 @@ from etc_agent.worker.fixed_size import leave
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.loss.frozen import FrozenWait
 from etc_agent.worker.loss.latch import Latch, Seen
+from etc_agent.worker.loss.orphan import Orphan
 from etc_agent.worker.loss.survival import Survival
 from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
@@ -68,9 +69,10 @@ class Elastic:
         self._retirements = Retirements()
         self._saver = Saver.of(settings, course)
         self._latch = Latch()
+        self._orphan = Orphan()
         self._conversation = Conversation(
             channel, environment.slot, environment.generation, script, settings, self._latch, self._cut,
-            self._whereabouts, self._retirements, self._finish, self._copied,
+            self._whereabouts, self._retirements, self._finish, self._copied, self._orphan.agent_gone,
         )
         frozen = FrozenWait(
             self._latch, self._conversation.send, lambda: self._conversation.is_over, settings.loss_timeout_s
@@ -127,6 +129,7 @@ class Elastic:
 
     def close(self, error: BaseException | None) -> None:
         """End the session, because of `error` if there is one."""
+        self._orphan.close()
         if self._signals is not None:
             self._signals.close()
         if error is not None and _is_failure(error):
