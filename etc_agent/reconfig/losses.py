@@ -137,7 +137,7 @@ def _counted(view: View, lost: Lost, raised: Failure | None = None) -> Lost | Ve
     if (ended := over_budget(view, raised.exit_code if raised else 1, lost.why)) is not None:
         return ended
     restarts = view.current.restarts + 1
-    why = f"restart {restarts} of {view.policy.max_restarts}: {lost.why}"
+    why = f"counts as restart {restarts} of {view.policy.max_restarts}: {lost.why}"
     return replace(lost, current=replace(lost.current, restarts=restarts), why=why)
 
 

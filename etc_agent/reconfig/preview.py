@@ -106,7 +106,8 @@ def _of(decision: Write, view: View, nothing: Preview) -> Preview | None:
     """What the leader would write, as a preview; None where that has nothing to do with the request."""
     reply, generation = decision.reply, decision.generation
     if reply is not None:
-        nothing = replace(nothing, result=str(reply.result), message=reply.message)
+        when = "once the job is resumed (etc-ctl resume): " if view.paused else ""
+        nothing = replace(nothing, result=str(reply.result), message=f"{when}{reply.message}")
     if generation is None:
         return nothing if reply is not None else None
     return replace(

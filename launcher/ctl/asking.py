@@ -146,7 +146,8 @@ def pause(client: EtcdClient, keys: JobKeys, why: str) -> None:
         CtlError: the job has ended.
     """
     refuse_ended(_read(client, [Get(keys.current)]), keys)
-    client.put(keys.pause, json.dumps(order(why).to_json()))
+    if why or client.get(keys.pause) is None:  # without a reason, the one of a pause that is there stays
+        client.put(keys.pause, json.dumps(order(why).to_json()))
 
 
 def resume(client: EtcdClient, keys: JobKeys) -> bool:

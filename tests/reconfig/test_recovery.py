@@ -222,7 +222,7 @@ def test_a_worker_that_raises_is_the_jobs_failure_unless_it_is_to_be_replaced() 
     cluster.run()
     assert not cluster.committed.is_fresh
     assert cluster.current.restarts == 1
-    assert cluster.committed.reason.startswith("restart 1 of 1: the worker on b/1 failed: ValueError: bad")
+    assert cluster.committed.reason.startswith("counts as restart 1 of 1: the worker on b/1 failed: ValueError: bad")
     cluster.fail("b", 0, replace(bug, slot="b/0"))
     cluster.run()
     assert (cluster.current.outcome, cluster.current.exit_code) == (Outcome.FAILED, 3)

@@ -90,7 +90,7 @@ def switch(
         has_begun = mode.begin(attempt)
         if has_begun:
             outcome.report = attempt.talk(lambda: _migrate(prepared, outcome.phases))
-            attempt.do("take over", mode.take_over)
+            attempt.do("take_over", mode.take_over)
             attempt.do("load", lambda: host_values.load(values, prepared))
             outcome.is_committed = attempt.vote_to_commit(outcome.step)
     except RuntimeError as error:

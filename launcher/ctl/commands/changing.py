@@ -189,7 +189,8 @@ def stop(
 ) -> None:
     """End the job.
 
-    Every worker gets SIGTERM, and every etc-run ends with exit code 143.
+    Every worker gets SIGTERM, and every etc-run ends with exit code 143. A worker in a session is ended at once, at
+    whatever it does; where the job file has checkpoint.on_stop, all write a checkpoint first.
 
     \b
     etc-ctl stop --run-id my-job --why 'the budget is spent' --wait

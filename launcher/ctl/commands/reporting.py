@@ -43,7 +43,7 @@ def report(
     try:
         path.write_text(page_of(life, now), encoding="utf-8")
     except OSError as error:
-        raise CtlError(Exit.FAILED, f"{path} cannot be written: {error.strerror}") from None
+        raise CtlError(Exit.MISTAKE, f"{path} cannot be written: {error.strerror}") from None
     facts = {
         "file": str(path), "generations": len(life.eras), "failures": len(life.failures), "goodput": life.goodput,
         "moved_bytes": life.account.moved_bytes, "stopped_s": life.stopped_s,

@@ -161,14 +161,14 @@ def read_events(paths: Iterable[Path], run_id: str) -> list[Event]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise CtlError(Exit.FAILED, f"--events: {path} cannot be read: {reason}") from None
+            raise CtlError(Exit.MISTAKE, f"--events: {path} cannot be read: {reason}") from None
         for number, line in enumerate(lines, 1):
             try:
                 fields = json.loads(line)
                 event = _event(fields)
                 is_ours = fields.get("run_id") == run_id
             except (ValueError, TypeError, KeyError, AttributeError):
-                raise CtlError(Exit.FAILED, f"--events: {path}, line {number}: not an event of etc-run") from None
+                raise CtlError(Exit.MISTAKE, f"--events: {path}, line {number}: not an event of etc-run") from None
             if is_ours:
                 same = found.setdefault(f"{event.kind} {event.said}", event)
                 if event.time < same.time:
