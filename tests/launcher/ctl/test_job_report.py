@@ -110,7 +110,7 @@ def test_a_job_that_has_not_started_has_a_page_too(ctl: Ctl, client: EtcdClient,
     path = tmp_path / "report.html"
     assert ctl("report", "-o", str(path)).code == 0
     assert "No generation has been started." in path.read_text()
-    assert ctl("report", "-o", str(tmp_path / "no" / "such.html")).code == 1
+    assert ctl("report", "-o", str(tmp_path / "no" / "such.html")).code == 2
 
 
 def test_a_month_with_a_thousand_changes_on_many_nodes_is_a_page_of_bounded_pictures(
