@@ -2,6 +2,8 @@
 # make run     a real training job that changes size four times, with a table and a picture at the end
 # make test    everything that must hold
 # make test-long   sweeps that take minutes each, over every case of a kind
+# make test-sweep  what takes longer still: deaths at every point of a step and of a change, checkpoints at every pair of
+#                  configs, Slurm and containers for real
 #
 # Fresh Debian with Python 3.11 or newer; nothing but PyPI and Debian's packages.
 
@@ -22,7 +24,7 @@ TEST_JOBS ?= 4
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup run test test-long lint clean
+.PHONY: setup run test test-long test-sweep lint clean
 
 setup: $(STAMP)
 
@@ -44,6 +46,10 @@ test: setup lint
 
 test-long: setup
 	$(BIN)/python -m pytest -q -rs -m long
+
+test-sweep: setup
+	bash scripts/install_deploy_tools.sh
+	$(BIN)/python -m pytest -q -rs -m sweep
 
 lint: setup
 	$(BIN)/ruff check .

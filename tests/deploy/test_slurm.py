@@ -76,7 +76,7 @@ def agent_on(node: int) -> int:
     raise AssertionError(f"no etc-run on n{node}")
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_a_job_grows_by_a_second_slurm_job_survives_the_first_ones_end_and_goes_on_with_its_chain(
     slurm: Cluster, tmp_path: Path
 ) -> None:
@@ -122,7 +122,7 @@ def test_a_job_grows_by_a_second_slurm_job_survives_the_first_ones_end_and_goes_
     assert (stopped["outcome"], stopped["exit_code"], stopped["start_again"]) == ("stopped", 143, True)
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_the_links_after_the_one_that_succeeds_do_nothing(slurm: Cluster, tmp_path: Path) -> None:
     script = (RECIPE / "etc-run.sbatch", TINY_JOB, tmp_path, 20, 0.01)
     chain = slurm.run(RECIPE / "chain.sh", 2, "--job-name=train", "--nodes=2", *script).split()

@@ -64,7 +64,7 @@ def test_the_entrypoint_is_the_one_that_is_tested() -> None:
     assert f"--uid {USER} train" in text
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_a_drained_container_hands_its_state_over_and_comes_back_under_the_same_name(
     home: Path, cleanup: Cleanup, etcd_server: EtcdServer
 ) -> None:

@@ -77,7 +77,7 @@ DDP_DEATHS = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("model", "full", "deaths"),
@@ -97,7 +97,7 @@ def test_a_death_at_any_point_of_a_step(
     end_and_check(run, tmp_path, model, len(deaths))
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("point", CHANGE_POINTS)
 def test_a_death_at_any_point_of_a_change(tmp_path: Path, cleanup: Cleanup, point: str) -> None:

@@ -70,7 +70,7 @@ def test_what_one_config_wrote_another_loads_bit_for_bit(
     check_pair(model, before, after, tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.timeout(1800)
 def test_every_pair_of_configs_of_the_demo_model_bit_for_bit(tmp_path: Path) -> None:
     for before, after in product(CONFIGS, CONFIGS):
