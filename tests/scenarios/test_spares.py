@@ -152,6 +152,7 @@ def test_a_node_that_cannot_hand_over_stops_at_its_deadline(
     assert second.wait() == 1
     assert "the state was not handed over within 0.5 s; stopping" in second.our_lines()[-1]
     second.assert_nothing_left()
-    first.wait_for(r"starts \(node 127.0.0.3 was lost\)")
+    first.wait_for(r"loss 1: node 127.0.0.3 was lost")
+    first.wait_for(r"generation 2, PP1TP1DP1, trains from step \d+; 1 workers kept")
     first.send(signal.SIGINT)
     assert first.wait() == 130

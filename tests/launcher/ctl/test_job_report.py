@@ -101,7 +101,7 @@ def test_events_of_several_nodes_are_told_once(ctl: Ctl, client: EtcdClient, key
     ]
     files[0].write_text("{}\n")
     ended = ctl("report", "-o", str(path), *given)
-    assert (ended.code, "line 1: not an event of etc-run" in ended.err) == (1, True)
+    assert (ended.code, "line 1: not an event of etc-run" in ended.err) == (2, True)
 
 
 def test_a_job_that_has_not_started_has_a_page_too(ctl: Ctl, client: EtcdClient, keys: JobKeys, tmp_path: Path) -> None:
