@@ -22,6 +22,8 @@ from etc_agent.planner.predict import Device, Training, rank_configs
 from etc_agent.simulator.summary import PlanSummary, summarise
 from etc_agent.state.model import ModelDescription
 from etc_agent.state.sharding import Sharding
+from launcher.ctl.options import output_option
+from launcher.ctl.output import Output
 from launcher.ctl.planning.plot import draw
 
 _GROUP = re.compile(r"([0-9]+)x([0-9]+)")
@@ -90,7 +92,7 @@ def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bo
     ))
 
 
-@click.command("plan")
+@click.command("plan", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", required=True,
               help=f"A YAML or JSON file that describes the model, or one of {', '.join(known_models())}.")
 @click.option("--from", "before", required=True, help="Present parallel config, like PP4TP2.")
@@ -115,13 +117,13 @@ def read_nodes(text: str, *, num_nics: int | None, nic_gbit: float, own_nics: bo
 @click.option("--budget-gib", type=click.FloatRange(0, min_open=True),
               help="Most state a worker may hold at any time during the change; buffers come on top.")
 @click.option("--forwarding", is_flag=True, help="New replicas pass on what they receive.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@output_option
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (SVG).")
 def plan(
     model: str, before: str, after: str | None, nodes: str, policy: str, least: str, pack: bool | None,
     exclude: Sequence[str], nics: int | None, nic_gbit: float, own_nics: bool, split_groups: bool, zero1: bool,
-    memory_gib: float, global_batch: int, budget_gib: float | None, forwarding: bool, as_json: bool,
-    plot: Path | None,
+    memory_gib: float, global_batch: int, budget_gib: float | None, forwarding: bool, plot: Path | None,
+    output: Output,
 ) -> None:
     """Show what a change of the parallel config would move, without a cluster."""
     try:
@@ -143,7 +145,7 @@ def plan(
             plot.write_text(draw(result))
         except OSError as error:
             raise click.ClickException(f"--plot {plot}: {error.strerror}") from None
-    if as_json:
+    if output.form == "json":
         click.echo(json.dumps(result.to_json() | ({"choice": why.splitlines()} if why else {})))
         return
     if why:
