@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import time
 import uuid
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
+from etc_agent.agent.acknowledging import Acknowledging
 from etc_agent.agent.control_server import ControlServer
 from etc_agent.agent.ending import End, Ending, Facts, end_of
 from etc_agent.agent.etcd import Followed
@@ -19,6 +18,7 @@ from etc_agent.agent.job_end import JobEnd
 from etc_agent.agent.job_records import RecordReader
 from etc_agent.agent.leadership import Leadership, policy_of
 from etc_agent.agent.leaving import Leaving, SignalMeaning
+from etc_agent.agent.own_record import OwnRecord
 from etc_agent.agent.processes.deaths import DeathWatch
 from etc_agent.agent.processes.local_workers import LocalWorkers
 from etc_agent.agent.processes.logs import NodeLogs
@@ -38,12 +38,10 @@ from etc_agent.control.channel import SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message, Progress
 from etc_agent.reconfig import member, parts
 from etc_agent.reconfig.fencing import Fencing
-from etc_agent.reconfig.freezing import frozen_here
 from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Ack, NodeRecord, NodeState, Outcome
+from etc_agent.reconfig.records import NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.surroundings import Surroundings
 from etc_agent.reconfig.view import View, is_used, store_of, uncleared
-from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.election import Election
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.etcd.errors import EtcdError
@@ -84,8 +82,8 @@ class NodeAgent:
         leave_signals: Collection[int],
     ) -> None:
         self._incarnation = incarnation
-        self._settings, self._record = settings, record
-        self._published, self._is_news = record, False
+        self._settings, self._name = settings, record.name
+        self._own = OwnRecord(record, membership, mirror)
         self._client, self._keys, self._mirror, self._membership = client, keys, mirror, membership
         self._inbox, self._stores, self._guardian = inbox, stores, guardian
         self._witness = Witness(settings, record.name, guardian, client, keys)
@@ -100,14 +98,13 @@ class NodeAgent:
         self._fence = Fence(
             fencing, self._followed, guardian, Speaker(incarnation, record.name), record.address, settings.port_range,
         )
-        self._contact, self._logs = f"{record.address}:{self._fence.port}", logs.published
-        self._become(replace(record, contact_port=self._fence.port))
+        contact = f"{record.address}:{self._fence.port}"
+        self._acknowledging = Acknowledging(record.name, client, keys, contact=contact, logs=logs.published)
+        self._own.become(contact_port=self._fence.port)
         self._is_cut_off = False
         self._lost_up_to = earlier_generation
         self._leadership = Leadership(record.name, policy_of(settings), client, keys, self._workers)
         self._election: Election | None = None
-        self._acks: dict[int, Ack] = {}
-        self._acknowledgements, self._publications = Attempts(), Attempts()
         self._leaving = Leaving()
         self._alone_since = time.monotonic()
         self._is_stopping, self._why_stopping = False, ""
@@ -127,8 +124,8 @@ class NodeAgent:
             if records.incarnation not in ("", self._incarnation) and not self._is_stopping:
                 run_id = self._settings.run_id
                 self._stop_now(f"this job's run id {run_id!r} has been taken over by a later run; stopping")
-            if self._record.name in records.drains and not self._leaving.has_deadline:
-                asked_s = records.drains[self._record.name]
+            if self._name in records.drains and not self._leaving.has_deadline:
+                asked_s = records.drains[self._name]
                 limit_s = self._settings.timeouts.drain_s if asked_s is None else asked_s
                 self._leaving.be_gone_by(time.monotonic(), limit_s)
             self._log_part(records)
@@ -138,9 +135,10 @@ class NodeAgent:
             view = self._leadership.observe(records, connected_s, self._fence.alive_at)
             self._act(records, view)
             self._offer_spares()
-            self._publish()
-            self._witness.instruct(self._published.instance)
-            self._acknowledge(records)
+            self._own.publish()
+            self._witness.instruct(self._own.published.instance)
+            if not self._fence.fell:
+                self._acknowledging.write(records, self._workers.views(), self._lost_up_to)
             self._starter.keep_spares(self._idle_slots(records))
             timeout_s = self._lead(records, view)
             self._tell(records)
@@ -207,7 +205,7 @@ class NodeAgent:
     def _leave(self, limit_s: float) -> None:
         """Tell the other nodes that this node leaves, within `limit_s`."""
         self._leaving.be_gone_by(time.monotonic(), limit_s)
-        self._become(replace(self._record, state=NodeState.DRAINING))
+        self._own.become(state=NodeState.DRAINING)
 
     def _heed_signals(self, records: JobRecords) -> None:
         """If the signal to this node has ended workers too, their state is lost: the others start without this node."""
@@ -224,7 +222,7 @@ class NodeAgent:
 
     def _put_fence(self, records: JobRecords, *, has_workers: bool) -> None:
         if not self._settings.standalone:  # with --standalone there never is another node
-            self._fence.observe(Surroundings.of(self._record.name, records, has_workers=has_workers))
+            self._fence.observe(Surroundings.of(self._name, records, has_workers=has_workers))
 
     def _heed_fence(self, records: JobRecords) -> None:
         """Where other nodes may have taken over this node's work, stop its workers and join again as a new node."""
@@ -234,13 +232,13 @@ class NodeAgent:
                 logger.error("%s: its workers are stopped, and it joins again when etcd answers", why)
                 self._is_cut_off = True
                 self._lost_up_to = records.current.next_id - 1
-                self._become(replace(self._record, instance=uuid.uuid4().hex))
+                self._own.become(instance=uuid.uuid4().hex)
             self._workers.stop_all(0.0)
             if not self._workers.are_running:
                 self._is_cut_off = False
                 self._fence.lift()
         if self._membership.is_name_taken and not self._is_stopping:
-            self._stop_now(f"another node has registered under the name {self._record.name} meanwhile; stopping")
+            self._stop_now(f"another node has registered under the name {self._name} meanwhile; stopping")
 
     def _log_part(self, records: JobRecords) -> None:
         """Log one line when this node's part in the job has changed; the leader logs changes of the job."""
@@ -250,46 +248,26 @@ class NodeAgent:
         if records.current.outcome is not Outcome.RUNNING:
             return
         self._logged_generation = committed.id
-        workers = len(parts.indices(self._record.name, committed))
+        workers = len(parts.indices(self._name, committed))
         if workers == self._logged_workers:
             return
         self._logged_workers = workers
         what = f"{workers} of {committed.config.num_ranks} workers" if workers else "a waiting node, without workers"
-        logger.info("%s is in generation %d: %s", self._record.name, committed.id, what)
+        logger.info("%s is in generation %d: %s", self._name, committed.id, what)
 
     def _renew_store(self, records: JobRecords) -> None:
         """Open a new store when a fresh generation has used this node's: no other may meet there (`Stores`)."""
-        if not is_used(store_of(self._record), records.generations):
+        if not is_used(store_of(self._own.now), records.generations):
             return
         known = (records.generations.get(g) for g in (records.current.committed, records.current.proposed))
         in_use = [int(generation.store.rpartition(":")[2]) for generation in known if generation is not None]
-        self._become(replace(self._record, store_port=self._stores.open(in_use)))
+        self._own.become(store_port=self._stores.open(in_use))
 
     def _clear(self, records: JobRecords) -> None:
         """Publish when workers from before the last fresh start have ended here: other nodes wait for that."""
         cleared = member.cleared(records.current, records.generations, self._workers.views())
-        if cleared != self._record.cleared:
-            self._become(replace(self._record, cleared=cleared))
-
-    def _become(self, record: NodeRecord) -> None:
-        """Set this node's record; `_publish` writes it to etcd."""
-        self._record = record
-        self._is_news = True
-
-    def _publish(self) -> None:
-        """Write this node's record to etcd: at once, or, if etcd does not answer, when it does again."""
-        if self._record == self._published or not (self._is_news or self._mirror.is_connected):
-            return
-        if not self._publications.are_due(time.monotonic()):
-            return
-        try:
-            self._membership.update(json.dumps(self._record.to_json()))
-            self._published = self._record
-            self._publications.succeeded()
-        except EtcdError as error:
-            if self._publications.failed(time.monotonic(), error):
-                logger.warning("this node's record could not be written to etcd and will be when it answers: %s", error)
-        self._is_news = False
+        if cleared != self._own.now.cleared:
+            self._own.become(cleared=cleared)
 
     # ---- starting, stopping and telling workers ---------------------------------------------------------------------
 
@@ -298,7 +276,7 @@ class NodeAgent:
             return
         grace_s = self._settings.timeouts.shutdown_grace_s
         actions = member.owed(
-            self._record.name, records.current, records.generations, self._workers.views(), self._lost_up_to,
+            self._name, records.current, records.generations, self._workers.views(), self._lost_up_to,
             uncleared(view),
         )
         for action in sorted(actions, key=_is_slow):
@@ -330,8 +308,8 @@ class NodeAgent:
     def _offer_spares(self) -> None:
         """Publish in which slots a worker can begin at once, before a failure is acknowledged for which that counts."""
         self._starter.fill(self._workers.vacant)
-        if self._starter.warm_slots != self._record.spares:
-            self._become(replace(self._record, spares=self._starter.warm_slots))
+        if self._starter.warm_slots != self._own.now.spares:
+            self._own.become(spares=self._starter.warm_slots)
 
     def _idle_slots(self, records: JobRecords) -> frozenset[int]:
         """The slots that should have a warm spare: those without a worker, once the workers have started. A spare in a
@@ -340,33 +318,10 @@ class NodeAgent:
             return frozenset()
         if records.current.outcome is not Outcome.RUNNING or not self._workers.are_under_way(_UNDER_WAY_S):
             return self._starter.spares.indices
-        idle = parts.idle(self._record.name, self._settings.num_slots, records.current, records.generations)
+        idle = parts.idle(self._name, self._settings.num_slots, records.current, records.generations)
         busy = {worker.slot.index for worker in self._workers.all() if worker.process.exit_code is None}
         reserve = self._starter.reserve if records.current.committed else frozenset()
         return idle | reserve | (self._starter.spares.indices - busy)
-
-    def _acknowledge(self, records: JobRecords) -> None:
-        if not self._acknowledgements.are_due(time.monotonic()):
-            return
-        views = self._workers.views()
-        frozen = frozen_here(self._record.name, records.current, records.generations, views)
-        for generation_id in (records.current.committed, records.current.proposed):
-            generation = records.generations.get(generation_id)
-            if generation is None or not parts.participants(self._record.name, generation, records.generations):
-                continue
-            summary = member.summarise(
-                self._record.name, generation, records.generations, views, self._lost_up_to, frozen
-            )
-            ack = replace(summary, contact=self._contact, logs=self._logs)
-            if ack == self._acks.get(generation_id, Ack(generation_id, self._record.name)) or self._fence.fell:
-                continue
-            try:
-                self._client.put(self._keys.ack(generation_id, self._record.name), json.dumps(ack.to_json()))
-                self._acks[generation_id] = ack
-                self._acknowledgements.succeeded()
-            except EtcdError as error:
-                if self._acknowledgements.failed(time.monotonic(), error):
-                    logger.warning("an acknowledgement could not be written to etcd and is tried again: %s", error)
 
     # ---- the lead -------------------------------------------------------------------------------------------------
 
@@ -376,7 +331,7 @@ class NodeAgent:
         if self._leadership.may_lead(records, self._settings.timeouts.lease_s):
             if self._election is None:
                 self._election = Election(
-                    self._client, self._mirror, self._keys.leader, self._record.name,
+                    self._client, self._mirror, self._keys.leader, self._name,
                     lambda: self._membership.lease, lambda _: self._inbox.changed(),
                 )
             return self._leadership.lead(self._election, records, view)
@@ -387,7 +342,7 @@ class NodeAgent:
 
     def _tell(self, records: JobRecords) -> None:
         """Show the outside what this node knows, where it was asked for."""
-        name = self._record.name
+        name = self._name
         facts = node_facts(
             self._settings, name, self._workers, self._followed,
             num_spares=len(self._starter.spares.indices),
@@ -415,7 +370,7 @@ class NodeAgent:
             self._alone_since = now
         if self._workers.are_running:
             return None
-        name, current = self._record.name, records.current
+        name, current = self._name, records.current
         members = [records.generations.get(g) for g in (current.committed, current.proposed)]
         end = end_of(
             Facts(
@@ -447,7 +402,7 @@ class NodeAgent:
 
     def _has_finished(self, records: JobRecords) -> bool:
         """Whether this node has workers, and all of them have exited with code 0."""
-        name, views = self._record.name, self._workers.views()
+        name, views = self._name, self._workers.views()
         for generation_id in (records.current.committed, records.current.proposed):
             generation = records.generations.get(generation_id)
             if generation is None or self._workers.were_stopped(parts.indices(name, generation)):
@@ -457,20 +412,20 @@ class NodeAgent:
         return False
 
     def _is_leaving(self, records: JobRecords) -> bool:
-        return self._leaving.is_told or self._record.name in records.drains
+        return self._leaving.is_told or self._name in records.drains
 
     def _forget_drain(self, records: JobRecords) -> None:
         """Remove the drain request that this node has met, so that it does not apply to a later instance.
 
         Its record says from then on that it leaves: without either, it would be taken for a node that has just come.
         """
-        if self._record.name in records.drains:
-            self._become(replace(self._record, state=NodeState.DRAINING))
-            self._publish()
+        if self._name in records.drains:
+            self._own.become(state=NodeState.DRAINING)
+            self._own.publish()
             try:
-                self._client.delete(self._keys.drain(self._record.name))
+                self._client.delete(self._keys.drain(self._name))
             except EtcdError as error:
-                logger.warning("control/drain/%s is done and could not be removed: %s", self._record.name, error)
+                logger.warning("control/drain/%s is done and could not be removed: %s", self._name, error)
 
 
 def _is_slow(action: member.Action) -> bool:
