@@ -8,7 +8,7 @@ from etc_agent.control.messages import Agreed, Freeze, Frozen
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.parts import base_of, indices, on_node
-from etc_agent.reconfig.records import Current, Loss, NodeFrozen
+from etc_agent.reconfig.records import Current, Loss
 from etc_agent.reconfig.worker_view import WorkerView
 
 
@@ -35,9 +35,11 @@ def about_loss(
 
 def frozen_here(
     node: str, current: Current, generations: Mapping[int, Generation], workers: Mapping[int, WorkerView]
-) -> NodeFrozen | None:
-    """What the workers of `node` that survive the present loss have answered; None until all of them have, and where
-    there are none."""
+) -> Frozen | None:
+    """What the workers of `node` that survive the present loss have answered, as one; None until all of them have, and
+    where there are none. It is the answer of the worker that is furthest, but for three fields: `completed`, the
+    generation that every worker is in or can still enter; `broken`, the first of any; `copied`, the step of the newest
+    copy set that is complete on every worker of the committed generation."""
     loss, committed = current.loss, generations.get(current.committed)
     if loss is None or committed is None:
         return None
@@ -57,7 +59,7 @@ def frozen_here(
     furthest = max(answers, key=lambda answer: (answer.generation, answer.step))
     next_id = proposed.id if proposed else 0
     has_completed = all(next_id in (answer.generation, answer.completed) for answer in answers)
-    return NodeFrozen(
+    return Frozen(
         loss.number, furthest.generation, furthest.step, furthest.ok,
         completed=next_id if has_completed else 0,
         broken=next((answer.broken for answer in answers if answer.broken), ""),

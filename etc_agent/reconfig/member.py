@@ -14,6 +14,7 @@ from etc_agent.control.messages import (
     Armed,
     Committed,
     Freeze,
+    Frozen,
     Message,
     Prepare,
     Withdrawn,
@@ -24,7 +25,6 @@ from etc_agent.reconfig.parts import base_of, committed_line, indices, participa
 from etc_agent.reconfig.records import (
     Ack,
     Current,
-    NodeFrozen,
     Outcome,
     Phase,
     Refusal,
@@ -175,7 +175,7 @@ def summarise(
     generations: Mapping[int, Generation],
     workers: Mapping[int, WorkerView],
     lost_up_to: int = 0,
-    frozen: NodeFrozen | None = None,
+    frozen: Frozen | None = None,
 ) -> Ack:
     """This node's acknowledgement of `generation`. `lost_up_to`: as in `owed`. `frozen`: of `frozen_here`."""
     base = base_of(generation, generations)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from etc_agent.control.causes import ErrorKind
+from etc_agent.control.messages import Frozen
 from etc_agent.parallel.generation import Trigger
 
 
@@ -47,8 +48,13 @@ class _Json:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        known = {field_.name for field_ in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: item for name, item in value.items() if name in known})
+        return cls(**_known(cls, value))
+
+
+def _known(kind: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """The items of `value` that are fields of the dataclass `kind`."""
+    known = {field_.name for field_ in fields(kind)}
+    return {name: item for name, item in value.items() if name in known}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,24 +200,6 @@ class GivenUp(_Json):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFrozen(_Json):
-    """What the surviving workers of one node answered to `Freeze` number `loss`, once all of them have.
-
-    `generation`, `step`, `ok`: of the worker that is furthest. `completed`: the generation that every worker of the
-    node is in or can still enter, 0: none. `broken`: why a worker's state cannot be continued, "" normally. `copied`:
-    the step of the newest copy set that is complete on every worker of the committed generation, -1 for none.
-    """
-
-    loss: int
-    generation: int
-    step: int
-    ok: bool = True
-    completed: int = 0
-    broken: str = ""
-    copied: int = -1
-
-
-@dataclass(frozen=True, slots=True)
 class Agreement(_Json):
     """What all survivors of a loss continue from; see `control.messages.Agreed`. `loss`: the number of the loss for
     which the survivors last confirmed it; it is in force for that one only."""
@@ -261,10 +249,10 @@ class Ack(_Json):
     a new instance. `has_stepped`: a worker has completed a training step. `ended`: the slot of a worker that has exited
     with code 0, if there is one. `step`: the first step of the generation, once known. `stop_ms`, `phases_ms`: of the
     slowest worker; bytes are sums over the node's workers. `contact`: ``host:port`` at which the node's agent answers
-    other agents, also after its record has gone from etcd. `frozen`: the last answers to `Freeze`. `failed`: every
-    worker of the generation that has failed, of which `failure` is the one that most likely caused the others.
-    `logs`: the folder of the run's logs on this node, "" where none are written in our order.
-    `peer_lost`: why a worker waits for `Freeze`: an operation with its peers has failed.
+    other agents, also after its record has gone from etcd. `frozen`: the last answers of its workers to `Freeze`, as
+    one (`freezing.frozen_here`). `failed`: every worker of the generation that has failed, of which `failure` is the
+    one that most likely caused the others. `logs`: the folder of the run's logs on this node, "" where none are written
+    in our order. `peer_lost`: why a worker waits for `Freeze`: an operation with its peers has failed.
     """
 
     generation: int
@@ -286,7 +274,7 @@ class Ack(_Json):
     stop_ms: float | None = None
     contact: str = ""
     logs: str = ""
-    frozen: NodeFrozen | None = None
+    frozen: Frozen | None = None
     failed: tuple[Failure, ...] = ()
     peer_lost: Refusal | None = None
     phases_ms: dict[str, float] = field(default_factory=dict)
@@ -304,7 +292,7 @@ class Ack(_Json):
             ack,
             failed=tuple(Failure.from_json(each) for each in failed),
             peer_lost=Refusal.from_json(peer_lost) if peer_lost else None,
-            frozen=NodeFrozen.from_json(frozen) if frozen else None,
+            frozen=Frozen(**_known(Frozen, frozen)) if frozen else None,
             failure=Failure.from_json(failure) if failure else None,
             refusal=Refusal.from_json(refusal) if refusal else None,
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from etc_agent.control.causes import ErrorKind
+from etc_agent.control.messages import Frozen
 from etc_agent.control.redundancy import Scheme
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
@@ -23,7 +24,7 @@ from etc_agent.reconfig.losses import Lost, can_continue, instead, look, survivo
 from etc_agent.reconfig.offences import charged
 from etc_agent.reconfig.outlook import unheld_with_copies
 from etc_agent.reconfig.proposals import commit, withdraw
-from etc_agent.reconfig.records import Ack, Agreement, Loss, NodeFrozen, Outcome, Phase, Refusal, first_refusal
+from etc_agent.reconfig.records import Ack, Agreement, Loss, Outcome, Phase, Refusal, first_refusal
 from etc_agent.reconfig.replicas import unheld
 from etc_agent.reconfig.room import find_room
 from etc_agent.reconfig.sizing import NotDescribed
@@ -157,7 +158,7 @@ def _agree(view: View, committed: Generation, proposed: Generation | None, loss:
     alive = [*survivors(view, committed), *(_joiners(view, committed, proposed) if proposed else ())]
     if not alive:
         return _give_up(view, committed, loss, "no worker has survived")
-    answers: dict[str, NodeFrozen | None] = {slot.node: None for slot in alive}
+    answers: dict[str, Frozen | None] = {slot.node: None for slot in alive}
     for node in answers:
         for generation in (committed, proposed):
             frozen = view.ack(generation.id, node).frozen if generation else None
@@ -211,7 +212,7 @@ def _joiners(view: View, committed: Generation, proposed: Generation) -> list[Sl
     ]
 
 
-def _may_enter(view: View, proposed: Generation, given: list[NodeFrozen]) -> bool:
+def _may_enter(view: View, proposed: Generation, given: list[Frozen]) -> bool:
     """Whether every worker of `proposed` lives and has completed the migration to it. Then they enter it: where old
     memory was released on the way, there is no way back."""
     has_failed = any(view.ack(proposed.id, node).failed for node in proposed.nodes)
@@ -219,7 +220,7 @@ def _may_enter(view: View, proposed: Generation, given: list[NodeFrozen]) -> boo
 
 
 def _enter(
-    view: View, committed: Generation, proposed: Generation, loss: Loss, given: list[NodeFrozen]
+    view: View, committed: Generation, proposed: Generation, loss: Loss, given: list[Frozen]
 ) -> Write:
     """Some worker has entered the armed generation, so all do; what is lost of that one is to be handled next."""
     furthest = max(given, key=lambda answer: (answer.generation, answer.step))

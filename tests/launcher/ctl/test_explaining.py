@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from etc_agent.control.causes import ErrorKind
+from etc_agent.control.messages import Frozen
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
@@ -22,7 +23,6 @@ from etc_agent.reconfig.records import (
     FailureKind,
     GivenUp,
     Loss,
-    NodeFrozen,
     NodeRecord,
     Outcome,
     Phase,
@@ -72,13 +72,13 @@ CASES = {
         "Generation 4, PP1TP1DP4 (nodes came), is prepared; b switch after the training step under way.",
     ),
     "freezing": (
-        job(LOSING, Ack(3, "b", frozen=NodeFrozen(1, 3, 7))),
+        job(LOSING, Ack(3, "b", frozen=Frozen(1, 3, 7))),
         "Generation 3 has lost b/0 (b/0 was killed); it waits for the workers of a to say which step",
     ),
     "lost again after they agreed": (
         job(
             replace(LOSING, loss=Loss(2, ("b/0",), "b/0 was killed", Agreement(3, 7, loss=1))),
-            Ack(3, "b", frozen=NodeFrozen(2, 3, 7)),
+            Ack(3, "b", frozen=Frozen(2, 3, 7)),
         ),
         "Generation 3 has lost b/0 (b/0 was killed); it waits for the workers of a to say which step",
     ),
