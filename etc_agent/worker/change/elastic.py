@@ -36,7 +36,8 @@ from etc_agent.worker.settings import Settings
 from etc_agent.worker.start import start_fresh
 from etc_agent.worker.vote import Ballot
 from etc_agent.worker.world.gloo import record_groups
-from etc_agent.worker.world.swap import install
+from etc_agent.worker.world.swap import install, present_connections
+from etc_agent.worker.world.waits import free_waits
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class Elastic:
         dump_stacks_on_signal()
         install()
         record_groups()
+        is_gloo = self._settings.device.type == "cpu"
+        free_waits(lambda: present_connections().waits if is_gloo else None)
         exclude_from_collection()
         if self._environment.is_joining:
             self._conversation.start()

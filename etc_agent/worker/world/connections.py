@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from etc_agent.worker.world.waits import Waits
+
 T = TypeVar("T")
 
 Endpoint = tuple[str, int]
@@ -24,9 +26,14 @@ _listens = threading.Lock()
 
 
 class Connections:
-    """The connections of some gloo groups. `cut` may be called from any thread."""
+    """The connections of some gloo groups. `cut` may be called from any thread.
+
+    Attributes:
+        waits: the waits for operations over them, which `cut` ends.
+    """
 
     def __init__(self) -> None:
+        self.waits = Waits()
         self._listening: dict[int, Endpoint] = {}
         self._peers: frozenset[Endpoint] = frozenset()
 
@@ -60,6 +67,7 @@ class Connections:
                 if far is not None and (near in own or far in self._peers):
                     _shut(each)
                     num_cut += 1
+        self.waits.end()
         return num_cut
 
 

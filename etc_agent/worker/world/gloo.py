@@ -16,6 +16,7 @@ import torch.distributed as dist
 from etc_agent.torch_private.gloo_groups import make_devices, make_groups_of, options_of
 from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.swap import present_connections
+from etc_agent.worker.world.waits import noted
 
 _ROW_BYTES: Final = 512
 _MOST_ENDPOINTS: Final = 8
@@ -32,6 +33,7 @@ class RecordedGloo(dist.ProcessGroupGloo):
         connections: Connections | None = None,
     ) -> None:
         connections = connections or present_connections()
+        self._waits = connections.waits
         own, devices = connections.listen(make_devices)
         super().__init__(store, rank, size, options_of(devices, timeout))
         if size > 1:
@@ -41,6 +43,23 @@ class RecordedGloo(dist.ProcessGroupGloo):
             mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
             cast(Any, self).allgather([rows], [mine]).wait()
             connections.learn((host, port) for each in rows for host, port in json.loads(each.numpy().tobytes()))
+
+    # PyTorch's own groups call the backend in C++; their works are those of the calling thread's world.
+
+    def allreduce(self, *args: Any) -> dist.Work:
+        return noted(cast(Any, super()).allreduce(*args), self._waits)
+
+    def allgather(self, *args: Any) -> dist.Work:
+        return noted(cast(Any, super()).allgather(*args), self._waits)
+
+    def broadcast(self, *args: Any) -> dist.Work:
+        return noted(cast(Any, super()).broadcast(*args), self._waits)
+
+    def send(self, *args: Any) -> dist.Work:
+        return noted(cast(Any, super()).send(*args), self._waits)
+
+    def recv(self, *args: Any) -> dist.Work:
+        return noted(cast(Any, super()).recv(*args), self._waits)
 
 
 def record_groups() -> None:
