@@ -43,10 +43,15 @@ class TrainState:
       job starts with the same values under every config, and each worker needs memory for the whole model once.
     * ``("module", function)``: the constructors' values first, then the function, for a checkpoint that has a part.
 
+    `activate`: called on the main thread whenever a generation comes into force, on real tensors and in its process
+    groups, before its first step: it wraps the model in DistributedDataParallel, compiles it, registers hooks, sets
+    global objects. What it returns is `session.model`; where it returns None, that is `model`. It adds and replaces no
+    parameters or buffers.
+
     `as_built`: what `build` made, before the script changed it (`amendments.Built`); filled in by the session.
 
     Raises:
-        EtcError: `init` is none of these.
+        EtcError: `init` is none of these, or `activate` is not a function.
     """
 
     model: nn.Module
@@ -56,6 +61,7 @@ class TrainState:
     extras: dict[str, Stateful] = field(default_factory=dict)
     runtime: Any = None
     init: Init | Literal["module"] | tuple[Literal["module"], Init] | None = None
+    activate: Activate | None = None
     as_built: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +74,12 @@ class TrainState:
                 f"TrainState.init is {self.init!r}; give a function of the TrainState, "
                 f'"{MODULE}", or ("{MODULE}", function)'
             )
+        if self.activate is not None and not callable(self.activate):
+            raise EtcError(f"TrainState.activate is {self.activate!r}; give a function of the TrainState")
 
 
 Init = Callable[[TrainState], int | None]
 """(state with real tensors) -> the step to begin with, or None for 0."""
+
+Activate = Callable[[TrainState], Any]
+"""(state with real tensors) -> what the script trains with, or None for the model itself."""

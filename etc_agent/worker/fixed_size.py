@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.activation import run_activate
 from etc_agent.worker.checkpoints.saver import Bid, Saver
 from etc_agent.worker.course import Course
 from etc_agent.worker.live import LiveGeneration
@@ -35,6 +36,7 @@ class FixedSize:
         install()
         record_groups()
         self.live, self._course.step = start_fresh(self._environment, self._config, self._script, self._settings)
+        run_activate(self.live)
         if self._saver is not None:
             self._saver.begin()
 

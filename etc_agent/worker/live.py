@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +18,8 @@ from etc_agent.worker.world.swap import World
 @dataclass(slots=True, eq=False)
 class LiveGeneration:
     """The generation that a worker trains in. `side`: the connections of its votes and copies. `copies`: the group for
-    copies of the state, None where none are made; `copier`: what uses it, once the generation is in force."""
+    copies of the state, None where none are made; `copier`: what uses it, once the generation is in force. `model`:
+    what the script trains with (`activation`), likewise."""
 
     id: int
     world: World
@@ -27,6 +29,11 @@ class LiveGeneration:
     parallel: ParallelContext
     copies: dist.ProcessGroup | None = None
     copier: Copier | None = None
+    model: Any = None
+
+    def __post_init__(self) -> None:
+        if self.model is None:
+            self.model = self.state.model
 
     def cut(self) -> None:
         """Have every operation with peers fail, in every thread. The votes first: a script that catches the error of a

@@ -24,8 +24,8 @@ Build = Callable[[ParallelContext], TrainState]
 
 _ON_META: Final = (
     "it runs on the meta device, where tensors have no values, so it must not read them (item(), numpy()), move them "
-    "(to(), cpu(), cuda()) or wrap the model in DistributedDataParallel; the session puts the model on its device, and "
-    "the script averages the gradients, or build() calls fully_shard"
+    "(to(), cpu(), cuda()) or wrap the model in DistributedDataParallel: the session puts the model on its device, and "
+    "TrainState(activate=...) is where it is wrapped or compiled"
 )
 
 

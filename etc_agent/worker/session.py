@@ -57,6 +57,12 @@ class Session:
         return self._live().state
 
     @property
+    def model(self) -> Any:
+        """What `TrainState.activate` returned for the generation in force, else ``state.model``. After a change it is
+        another one, so read it in every step."""
+        return self._live().model
+
+    @property
     def parallel(self) -> ParallelContext:
         """This process's place in the generation in force."""
         return self._live().parallel

@@ -13,6 +13,7 @@ from etc_agent.control.channel import Channel
 from etc_agent.control.messages import FirstStep, Position, Progress, Raised, Refused, Switched
 from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.worker.activation import run_activate, settle
 from etc_agent.worker.change.conversation import Conversation
 from etc_agent.worker.change.errors import SwitchError
 from etc_agent.worker.change.prepared import PreparedGeneration
@@ -23,7 +24,7 @@ from etc_agent.worker.checkpoints.saver import Bid, Saver
 from etc_agent.worker.course import Course
 from etc_agent.worker.fixed_size import leave
 from etc_agent.worker.live import LiveGeneration
-from etc_agent.worker.loss.frozen import FrozenWait
+from etc_agent.worker.loss.frozen import CONSEQUENCES, FrozenWait
 from etc_agent.worker.loss.latch import Latch, Seen
 from etc_agent.worker.loss.orphan import Orphan
 from etc_agent.worker.loss.survival import Survival
@@ -102,6 +103,7 @@ class Elastic:
             self._conversation.start()
             self._signals = LeftToAgent(self._conversation.send)
             self._switch_to(self._conversation.await_armed(self._settings.timeout_s))
+            self._recover()
             if self._saver is not None:
                 self._saver.join()
         else:
@@ -117,6 +119,7 @@ class Elastic:
         environment = self._environment
         try:
             self.live, self._course.step = start_fresh(environment, self._config, self._script, self._settings)
+            run_activate(self.live)
             self._begin_copies(self.live, environment.node)
         except ConfigRefusedError as error:
             self._refuse(error)
@@ -242,8 +245,7 @@ class Elastic:
     def _between_steps(self) -> None:
         assert self.live is not None
         generation, self._pending = self._pending, 0
-        if generation and not self._survival.is_recovering:
-            reshard(self.live.state)
+        if generation and not self._survival.is_recovering and self._settled(self.live):
             prepared = self._conversation.take(generation)
             if prepared is not None:
                 self._switch_to(prepared)
@@ -255,6 +257,16 @@ class Elastic:
             self._copies_agreed = BUSY
         if self._saver is not None:
             self._saver.at_safe_point(self.live)
+
+    def _settled(self, live: LiveGeneration) -> bool:
+        """Bring the state into the form in which it moves. False where workers were lost meanwhile."""
+        reshard(live.state)
+        try:
+            settle(live)
+        except RuntimeError as error:
+            self._survival.meet_between_steps(error)
+            return False
+        return True
 
     def _await_copied(self) -> None:
         """The state is about to be updated, or to move: what is being copied of it has to be copied before."""
@@ -312,13 +324,30 @@ class Elastic:
         self.live, self._course.step = prepared.next, outcome.step
         self._is_held, self._copies_agreed = prepared.generation.is_held, BUSY
         self._conversation.has_switched()
-        # Last: after this message the agent may ask for the next change.
+        lost = self._activate(self.live, outcome) if self.live is not None and not self._is_held else None
+        # After this message the agent may ask for the next change.
         self._send_switched(prepared, outcome)
         if self.live is None:
             raise SystemExit(0)
         self._begin_copies(self.live, prepared.generation.nodes.index(prepared.slot.node))
         self._entered = outcome, retired
         self._at(Position.BETWEEN)
+        if lost is not None:
+            self._survival.meet_between_steps(lost)
+
+    def _activate(self, live: LiveGeneration, outcome: Switch) -> Exception | None:
+        """The error by which it ends, where that may be the consequence of a loss: the next generation activates its
+        own model."""
+        if live.state.activate is None:
+            return None
+        try:
+            with outcome.phases.phase("activate"):
+                run_activate(live)
+        except Exception as error:
+            if not self._latch.is_closed and kind_of(error) not in CONSEQUENCES:
+                raise
+            return error
+        return None
 
     def _switched(self, prepared: PreparedGeneration) -> Switch:
         """How the switch to `prepared` has ended."""

@@ -74,11 +74,11 @@ class Survival:
         self._undo_step()
         raise StepRetriedError from None
 
-    def meet_between_steps(self, error: RuntimeError | None) -> None:
+    def meet_between_steps(self, error: Exception | None) -> None:
         """Follow the agreement about a loss that is met where no step is under way: by `error`, if any.
 
         Raises:
-            RuntimeError: `error`; no worker was lost.
+            Exception: `error`; no worker was lost.
         """
         if error is not None and not self._frozen.is_confirmed(error, self._course.step):
             raise error
