@@ -39,7 +39,7 @@ def build_on_meta(
         EtcError: `build` did not return a TrainState, or one of its extras has an unknown rule.
     """
     global_batch.check(world.config)
-    context = ParallelContext(world.config, world.mesh, world.rank, device, generation, global_batch.size)
+    context = ParallelContext.of(world, device, generation, global_batch.size)
     with entered(world), torch.device("meta"):
         try:
             state = build(context)

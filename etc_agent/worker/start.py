@@ -58,9 +58,7 @@ def start_fresh(
         vote = Vote(dist.PrefixStore("vote", store), rank, config.num_ranks, settings.timeout_s, side)
     if environment.socket is not None:
         copies = copies_group(store, rank, config.num_ranks, settings.redundancy, settings.timeout_s, side)
-    context = ParallelContext(
-        config, world.mesh, rank, settings.device, environment.generation, settings.global_batch.size
-    )
+    context = ParallelContext.of(world, settings.device, environment.generation, settings.global_batch.size)
     activate(world)
     try:
         state, step = _started(environment, script, settings, world, context)

@@ -30,9 +30,7 @@ def build_whole(build: Build, settings: Settings, generation: int, num_sharing: 
     """
     with contextlib.closing(build_fake(0, ParallelConfig(), settings.device)) as world:
         _check_fits(build, world, settings, generation, num_sharing)
-        context = ParallelContext(
-            world.config, world.mesh, world.rank, settings.device, generation, settings.global_batch.size
-        )
+        context = ParallelContext.of(world, settings.device, generation, settings.global_batch.size)
         torch.manual_seed(settings.seed)
         with entered(world), settings.device:
             return whole_model(build(context))

@@ -75,7 +75,7 @@ for rank in range(8):
     fake = worlds.build_fake(rank, ParallelConfig(2, 2, 2), cpu)
     with swap.entered(fake):
         assert (dist.get_rank(), dist.get_world_size()) == (rank, 8)
-        assert tuple(fake.mesh.get_coordinate()) == (rank // 4, rank // 2 % 2, rank % 2)
+        assert tuple(fake.mesh.get_coordinate()) == (rank // 4, rank // 2 % 2, 0, rank % 2)
     fake.close()
 assert dist.get_world_size() == 1
 print("fine")

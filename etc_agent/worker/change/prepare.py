@@ -259,7 +259,5 @@ def _following(
     generation, settings, rank = task.generation, task.settings, task.crew.new_rank
     if state is None or groups.world is None or rank is None:
         return None
-    context = ParallelContext(
-        generation.config, groups.world.mesh, rank, settings.device, generation.id, settings.global_batch.size
-    )
+    context = ParallelContext.of(groups.world, settings.device, generation.id, settings.global_batch.size)
     return LiveGeneration(generation.id, groups.world, groups.vote, side, state, context, groups.copies)

@@ -1,4 +1,4 @@
-"""Building a world: its default group, one group per axis, and the mesh over them.
+"""Building a world: its default group, one group per axis, and the meshes over them.
 
 Group names are process-global in torch's C++ code, so every world numbers its groups from an offset of its own, which
 is the same on all of its ranks.
@@ -7,6 +7,7 @@ is the same on all of its ranks.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -22,8 +23,10 @@ from etc_agent.torch_private.fake_groups import fake_store
 from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.swap import Contents, World, entered, entered_contents, original_excepthook
 
-AXES: Final = ("pp", "dp", "tp")
-"""The mesh's axes, slowest first, so that mesh ranks are virtual ranks."""
+AXES: Final = ("pp", "dp", "cp", "tp")
+EXPERT_AXES: Final = ("pp", "edp", "ep", "tp")
+"""The axes of the two meshes, slowest first, so that mesh ranks are virtual ranks. ep neighbours along dp x cp share
+the experts (`parallel.config`); the edp ranks hold copies of the same ones."""
 
 GROUPS_PER_WORLD: Final = 1_000_000
 _FIRST_FAKE_WORLD: Final = 1_000_000
@@ -75,17 +78,22 @@ def _build(
         excepthook = init_default_group(store, rank, config.num_ranks, backend, timeout)
         everyone = dist.group.WORLD
         assert everyone is not None
-        groups = [everyone]
-        axes = []
-        ranks = torch.arange(config.num_ranks, dtype=torch.int, device="cpu").reshape(config.pp, config.dp, config.tp)
-        for index in range(len(AXES)):
-            axis = _axis_group(ranks.movedim(index, -1), rank, everyone, timeout)
-            axes.append(axis)
-            if axis is not everyone:
-                groups.append(axis)
-        mesh = DeviceMesh.from_group(axes, device.type, mesh=ranks, mesh_dim_names=AXES)
-        mesh.etc_world = number  # type: ignore[attr-defined]
-    return World(config, rank, mesh, contents, excepthook, groups)
+        groups = _AxisGroups(rank, everyone, timeout)
+        shape = (config.pp, config.dp, config.cp, config.tp)
+        mesh = _mesh(groups, shape, AXES, device.type, number)
+        shape = (config.pp, config.dp * config.cp // config.ep, config.ep, config.tp)
+        expert_mesh = _mesh(groups, shape, EXPERT_AXES, device.type, number)
+    return World(config, rank, mesh, expert_mesh, contents, excepthook, groups.all)
+
+
+def _mesh(
+    groups: _AxisGroups, shape: tuple[int, ...], axes: tuple[str, ...], device_type: str, number: int
+) -> DeviceMesh:
+    ranks = torch.arange(math.prod(shape), dtype=torch.int, device="cpu").reshape(shape)
+    mine = [groups.along(ranks.movedim(index, -1)) for index in range(len(axes))]
+    mesh = DeviceMesh.from_group(mine, device_type, mesh=ranks, mesh_dim_names=axes)
+    mesh.etc_world = number  # type: ignore[attr-defined]
+    return mesh
 
 
 def init_default_group(
@@ -106,19 +114,23 @@ def init_default_group(
             sys.excepthook = present
 
 
-def _axis_group(
-    lines: torch.Tensor, rank: int, everyone: dist.ProcessGroup, timeout: timedelta
-) -> dist.ProcessGroup:
-    """The group along one axis that contains `rank`. `lines`: virtual ranks, that axis last. Every rank makes all
-    groups.
-    """
-    rows = lines.reshape(-1, lines.shape[-1]).tolist()
-    if len(rows) == 1:
-        return everyone
-    mine = None
-    for row in rows:
-        group = dist.new_group(row, timeout=timeout)
-        if rank in row:
-            mine = group
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+class _AxisGroups:
+    """The groups along the axes of a world that contain `rank`. Axes that divide the ranks alike share their group."""
+
+    def __init__(self, rank: int, everyone: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self.all = [everyone]
+
+    def along(self, lines: torch.Tensor) -> dist.ProcessGroup:
+        """The group of this rank's line. `lines`: virtual ranks, that axis last. Every rank makes all groups."""
+        rows = tuple(map(tuple, lines.reshape(-1, lines.shape[-1]).tolist()))
+        if len(rows) == 1:
+            return self.all[0]
+        if rows not in self._made:
+            made = {row: dist.new_group(list(row), timeout=self._timeout) for row in rows}
+            mine = next(group for row, group in made.items() if self._rank in row)
+            assert isinstance(mine, dist.ProcessGroup)
+            self._made[rows] = mine
+            self.all.append(mine)
+        return self._made[rows]

@@ -85,11 +85,12 @@ for _name in _CONTENTS:
 
 @dataclass(slots=True)
 class World:
-    """One generation's process groups: the default group, one group per axis, and the mesh over them."""
+    """One generation's process groups: the default group, one group per axis, and the meshes over them."""
 
     config: ParallelConfig
     rank: int
     mesh: DeviceMesh
+    expert_mesh: DeviceMesh
     contents: Contents
     excepthook: Callable[..., Any]
     groups: list[dist.ProcessGroup] = field(default_factory=list)
@@ -109,6 +110,7 @@ class World:
         close_groups(self.contents)
         self.groups.clear()
         forget_groups(self.mesh)
+        forget_groups(self.expert_mesh)
 
 
 original_excepthook = sys.excepthook
