@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from etc_agent.parallel.config import ParallelConfig
@@ -27,8 +28,8 @@ def choose_config(
     """The feasible config with the most ranks that `num_slots` slots can take.
 
     `allowed`: the only configs to consider; None for all. Among configs of equal size, those with the current tp come
-    first, then those with the current pp (the least of the model moves); without a current config those with the most
-    dp, then the least pp; then those first in `allowed`.
+    first, then those with the current pp (the least of the model moves), then those with the current cp and ep; without
+    a current config those with the most dp, then the least pp; then those first in `allowed`.
 
     Raises:
         NoConfigError: none fits.
@@ -67,7 +68,10 @@ def _first_feasible(
     refused: list[str],
 ) -> ParallelConfig | None:
     """The best feasible config of one size; the reasons against others are added to `refused`."""
-    options = every_config(num_ranks) if allowed is None else [each for each in allowed if each.num_ranks == num_ranks]
+    options = (
+        every_config(num_ranks, current) if allowed is None
+        else [each for each in allowed if each.num_ranks == num_ranks]
+    )
     for config in sorted(options, key=_order(current)):
         reason = feasible(config)
         if reason is None:
@@ -76,15 +80,17 @@ def _first_feasible(
     return None
 
 
-def every_config(num_ranks: int) -> list[ParallelConfig]:
-    """All splits of `num_ranks` over pp, tp and dp."""
+def every_config(num_ranks: int, current: ParallelConfig | None = None) -> list[ParallelConfig]:
+    """All splits of `num_ranks` over pp, tp and dp; with a current config that has cp or ep, each of them also with the
+    largest part of those two degrees that divides its share of the ranks."""
     divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    return [
-        ParallelConfig(pp=pp, tp=tp, dp=num_ranks // pp // tp)
-        for pp in divisors
-        for tp in divisors
-        if num_ranks % (pp * tp) == 0
-    ]
+    splits = [(pp, tp, num_ranks // pp // tp) for pp in divisors for tp in divisors if num_ranks % (pp * tp) == 0]
+    configs = [ParallelConfig(pp, tp, rest) for pp, tp, rest in splits]
+    if current is not None and (current.cp, current.ep) != (1, 1):
+        for pp, tp, rest in splits:
+            cp, ep = math.gcd(rest, current.cp), math.gcd(rest, current.ep)
+            configs.append(ParallelConfig(pp, tp, rest // cp, ep, cp))
+    return list(dict.fromkeys(configs))
 
 
 def _order(current: ParallelConfig | None) -> Callable[[ParallelConfig], tuple[int, ...]]:
@@ -96,6 +102,8 @@ def _order(current: ParallelConfig | None) -> Callable[[ParallelConfig], tuple[i
             config.pp != current.pp,
             max(config.tp, current.tp) // min(config.tp, current.tp),
             max(config.pp, current.pp) // min(config.pp, current.pp),
+            abs(config.cp - current.cp),
+            abs(config.ep - current.ep),
             -config.dp,
             config.pp,
         )

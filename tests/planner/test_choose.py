@@ -25,6 +25,15 @@ def test_the_current_tensor_and_pipeline_degrees_are_kept_where_possible():
     assert choose_config(6, None, parse("PP2TP2"), feasible=accept).tp == 2
 
 
+def test_context_and_expert_degrees_are_kept_as_far_as_they_divide():
+    assert choose_config(2, None, parse("DP4EP4"), feasible=accept) == parse("DP2EP2")
+    assert choose_config(3, None, parse("DP4EP4"), feasible=accept) == parse("DP3")
+    assert choose_config(8, None, parse("TP2DP1CP2"), feasible=accept) == parse("TP2DP2CP2")
+    assert choose_config(4, None, parse("DP2EP2CP2"), feasible=lambda c: "no" if c.cp > 1 else None) == parse("DP4")
+    allowed = [parse("DP4EP4"), parse("DP4EP2"), parse("DP4")]
+    assert choose_config(4, allowed, parse("DP2EP2"), feasible=accept) == parse("DP4EP2")
+
+
 def test_a_new_job_prefers_data_parallelism():
     assert choose_config(6, None, None, feasible=accept) == parse("DP6")
 

@@ -77,6 +77,17 @@ for rank in range(8):
         assert (dist.get_rank(), dist.get_world_size()) == (rank, 8)
         assert tuple(fake.mesh.get_coordinate()) == (rank // 4, rank // 2 % 2, 0, rank % 2)
     fake.close()
+config = ParallelConfig(pp=2, tp=2, dp=2, cp=2, ep=2)
+for rank in range(16):
+    fake = worlds.build_fake(rank, config, cpu)
+    at = config.coordinate(rank)
+    with swap.entered(fake):
+        assert tuple(fake.mesh.get_coordinate()) == (at.pp, at.dp, at.cp, at.tp)
+        of_experts = (at.pp, config.replica(rank) // 2, config.expert_part(rank), at.tp)
+        assert tuple(fake.expert_mesh.get_coordinate()) == of_experts
+        dense = fake.mesh["dp", "cp"]._flatten("both")
+        assert dist.get_process_group_ranks(dense.get_group())[:2] == [rank // 8 * 8 + at.tp, rank // 8 * 8 + at.tp + 2]
+    fake.close()
 assert dist.get_world_size() == 1
 print("fine")
 """
