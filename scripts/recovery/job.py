@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,8 @@ from etc_agent.rendezvous.private.listen import OnPort
 from etc_agent.rendezvous.private.server import EtcdServer
 from tests.scenarios.running import EtcRun
 
-SCRIPT = Path(__file__).resolve().parents[1] / "train_gpt.py"
+DEMO = Path(__file__).resolve().parents[1] / "train_gpt.py"
+TINY = Path(__file__).with_name("tiny_session.py")
 TIMEOUT_S = 120.0
 _RUN_ID = "recovery"
 _POLL_S = 0.005
@@ -61,17 +62,20 @@ class Lost:
 
 
 class RecoveringJob:
-    """`num_nodes` agents on loopback addresses with `num_slots` each, over an etcd of their own, train the demo model
-    in `config`. Everything is ended at the end of `with`."""
+    """`num_nodes` agents on loopback addresses with `num_slots` each, over an etcd of their own, run the `command` of
+    a script in `config`. Everything is ended at the end of `with`."""
 
     def __init__(
-        self, folder: Path, config: str, model: list[str], *, num_nodes: int = 1, num_slots: int = 4,
+        self, folder: Path, config: str, command: Sequence[str | Path], *, num_nodes: int = 1, num_slots: int = 4,
         job_file: dict[str, Any] | None = None,
     ) -> None:
         folder.mkdir()
         self.config = ParallelConfig.parse(config)
         self._keys = JobKeys(_RUN_ID)
-        self._steps, self._samples = folder / "steps.jsonl", folder / "samples"
+        self._samples = folder / "samples"
+        self._steps = JsonLines(folder / "steps.jsonl")
+        self._accounts: dict[Path, JsonLines] = {}
+        self._workers: dict[int, dict[Place, Worker]] = defaultdict(dict)
         self._seen: list[tuple[float, Current]] = []
         path = folder / "job.yaml"
         settings = {"max_restarts": 1000, "alike_failures": 0, "failures": {"max_per_window": 0}, **(job_file or {})}
@@ -81,8 +85,8 @@ class RecoveringJob:
             self.agents = [
                 EtcRun(
                     "--config", path, "--nnodes", f"1:{num_nodes}", "--nproc-per-node", num_slots, "--rdzv-id", _RUN_ID,
-                    "--etcd-endpoints", self.etcd.endpoint, "--local-addr", f"127.0.0.{number + 2}", SCRIPT, *model,
-                    "--steps=1000000", f"--step-log={self._steps}", f"--sample-log={self._samples}",
+                    "--etcd-endpoints", self.etcd.endpoint, "--local-addr", f"127.0.0.{number + 2}", *command,
+                    "--steps=1000000", f"--step-log={self._steps.path}", f"--sample-log={self._samples}",
                     cwd=folder, environment={"ETC_SPARES": "warm"}, prefix=("env",),
                 )
                 for number in range(num_nodes)
@@ -104,18 +108,18 @@ class RecoveringJob:
 
     def steps(self) -> list[dict[str, Any]]:
         """A line per step that was completed, in the order in which they were written."""
-        return _lines(self._steps)
+        return self._steps.read()
 
     def workers(self, generation: int) -> dict[Place, Worker]:
         """The processes that have completed a step of `generation`."""
-        found = {}
         for path in self._samples.glob("samples-*.jsonl"):
             pid = int(path.stem.partition("-")[2])
-            for line in _lines(path)[-400:]:
-                if line["generation"] == generation:
-                    place = line["pp"], line["dp"], line["tp"]
-                    found[place] = Worker(pid, place)
-        return found
+            account = self._accounts.setdefault(path, JsonLines(path))
+            seen = len(account.lines)
+            for line in account.read()[seen:]:
+                place = line["pp"], line["dp"], line["tp"]
+                self._workers[line["generation"]][place] = Worker(pid, place)
+        return self._workers[generation]
 
     def current(self) -> Current:
         entry = self._mirror.snapshot().get(self._keys.current)
@@ -188,12 +192,23 @@ class RecoveringJob:
         strike = partial(os.kill, agent.process.pid, signal.SIGKILL)
         return self.lose("SIGKILL of an agent", victims, strike, full=len(workers) - len(victims))
 
-    def median_step_s(self, num_steps: int) -> float:
-        """Of so many steps from now on."""
-        self.settle()
+    def step_s(self, num_steps: int) -> float:
+        """The mean of so many steps, which begin with the end of the next one."""
         begin = len(self.steps())
-        self._wait(lambda: len(self.steps()) >= begin + num_steps, f"{num_steps} steps")
-        return statistics.median(line["step_s"] for line in self.steps()[begin : begin + num_steps])
+        self._wait(lambda: len(self.steps()) > begin + num_steps, f"{num_steps} steps")
+        steps = self.steps()
+        return float(steps[begin + num_steps]["time"] - steps[begin]["time"]) / num_steps
+
+    def stop_workers(self) -> None:
+        """Have them use no CPU, until `let_workers_go_on`."""
+        self._signal_workers(signal.SIGSTOP)
+
+    def let_workers_go_on(self) -> None:
+        self._signal_workers(signal.SIGCONT)
+
+    def _signal_workers(self, number: signal.Signals) -> None:
+        for worker in self.workers(self.current().committed).values():
+            os.kill(worker.pid, number)
 
     def _first_step(self, began: float, before: int, least: int) -> dict[str, Any] | None:
         """The first step since `began` of a later generation than `before` with `least` workers."""
@@ -253,8 +268,22 @@ class RecoveringJob:
         return value
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+class JsonLines:
+    """A file of JSON lines that is read as it grows. What is not a whole line yet is left for later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every line so far."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                for raw in file:
+                    if not raw.endswith(b"\n"):
+                        break
+                    self._offset += len(raw)
+                    self.lines.append(json.loads(raw))
+        return self.lines
