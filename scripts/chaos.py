@@ -7,7 +7,8 @@ A real job trains over several agents while nodes join and leave, sizes are aske
 etcd are killed and stopped, and cables are pulled. After each fault, or two at once, the job must be training again in
 bounded time. At the end it must have trained on every sample once, with a state that has seen every step once; a death
 may have cost the step that was under way, a planned change none; a restart from a checkpoint is wrong wherever the
-living held the whole state; survivors must be the same processes; nobody may have ended unasked or be left over; and
+living held the whole state, and with `--copies` also where copies of it were left; survivors must be the same
+processes; nobody may have ended unasked or be left over; and
 the workers of two lives may never have trained at the same time. Ends with one JSON object; exit code 1 if anything is
 not as it must be.
 """
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import click
 from chaos.cluster import GLOBAL_BATCH, Cluster, State
 from chaos.faults import FAULTS, Fault, Injected, Nature, draw
-from chaos.lineage import examine
+from chaos.lineage import Excuses, examine
 
 from etc_agent.control.causes import ErrorKind
 from etc_agent.reconfig.records import Outcome, Result
@@ -60,6 +61,7 @@ class Torment:
     unexpected_exits: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     recoveries_s: list[float] = field(default_factory=list)
+    fenced: list[tuple[float, float]] = field(default_factory=list)
     request: int = 0
 
     def start(self, num_nodes: int) -> None:
@@ -69,7 +71,7 @@ class Torment:
 
     def strike(self, number: int, kinds: tuple[str, ...], overlap: float) -> int:
         """One fault, or two at once. Returns how many."""
-        before = self.cluster.state()
+        before, begun = self.cluster.state(), time.time()
         struck: list[tuple[Fault, Injected]] = [draw(self.cluster, self.rng, kinds)]
         self._note(number, *struck[0])
         if self.rng.random() < overlap:
@@ -84,6 +86,8 @@ class Torment:
         after = self.settle()
         self.recoveries_s.append(time.monotonic() - begin)
         natures = {fault.nature for fault, _ in struck}
+        if any(fault.takes_etcd_away for fault, _ in struck) and any(fault.silences_node for fault, _ in struck):
+            self.fenced.append((begun, time.time()))
         what = " + ".join(fault.kind for fault, _ in struck)
         self._judge(number, what, natures, before, after)
         assert after.committed is not None
@@ -212,11 +216,12 @@ def torment(run: Torment, num_faults: int, minutes: float, kinds: tuple[str, ...
     return done
 
 
-def report(run: Torment, seed: int, gave_up: str) -> dict[str, object]:
+def report(run: Torment, seed: int, gave_up: str, copies_every: int) -> dict[str, object]:
     """The JSON object of the run."""
     cluster = run.cluster
     orphans = cluster.orphans()
-    found = examine(cluster.account.read(), cluster.generations, GLOBAL_BATCH, cluster.deaths)
+    excuses = Excuses(cluster.deaths, tuple(run.fenced), copies_every)
+    found = examine(cluster.account.read(), cluster.generations, GLOBAL_BATCH, excuses)
     wrong = run.wrong + found.wrong + [f"orphan {pid}: {command}" for pid, command in orphans.items()]
     return {
         "faults": run.by_kind.total(),
@@ -233,6 +238,8 @@ def report(run: Torment, seed: int, gave_up: str) -> dict[str, object]:
         "needless_restarts": found.needless_restarts,
         "steps_redone": found.steps_redone,
         "steps_redone_max": found.redone_max,
+        "steps_gone_back": found.steps_gone_back,
+        "steps_gone_back_max": found.gone_back_max,
         "steps_repeated_by_restarts": found.steps_repeated,
         "slowest_recovery_s": round(max(run.recoveries_s, default=0.0), 1),
         "wrong": ([gave_up] if gave_up else []) + run.unexpected_exits + wrong,
@@ -255,10 +262,11 @@ def _save_output(cluster: Cluster) -> None:
 @click.option("--overlap", type=click.FloatRange(0, 1), default=0.2, show_default=True, help="How often two at once.")
 @click.option("--recover", type=click.FloatRange(1), default=120.0, show_default=True, help="Seconds to train again.")
 @click.option("--pause", type=click.FloatRange(0), default=0.2, show_default=True, help="Seconds between steps.")
+@click.option("--copies", type=click.IntRange(0), default=0, help="Copy state to other nodes every so many steps.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep logs here; by default they go with the run.")
 def main(
     seed: int, faults: int, minutes: float, nodes: int, slots: int, netns: bool, kinds: tuple[str, ...], overlap: float,
-    recover: float, pause: float, folder: Path | None,
+    recover: float, pause: float, copies: int, folder: Path | None,
 ) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # everything is taken down on the way out
@@ -271,7 +279,9 @@ def main(
         place.mkdir(parents=True, exist_ok=True)
         if any(place.glob("steps-*.jsonl")):
             raise click.UsageError(f"--folder: {place} holds an earlier run; choose another")
-        with Cluster(place.absolute(), nodes, slots, on_network=netns, pause_s=pause) as cluster:
+        with Cluster(
+            place.absolute(), nodes, slots, on_network=netns, pause_s=pause, copies_every=copies
+        ) as cluster:
             run, gave_up = Torment(cluster, random.Random(seed), recover), ""
             try:
                 torment(run, faults, minutes, kinds, overlap)
@@ -279,7 +289,7 @@ def main(
                 gave_up = str(error)
                 _say(f"     {gave_up}")
             _save_output(cluster)
-            found = report(run, seed, gave_up)
+            found = report(run, seed, gave_up, copies)
     for line in found["wrong"]:  # type: ignore[attr-defined]
         _say(f"WRONG: {line}")
     click.echo(json.dumps(found))

@@ -28,6 +28,7 @@ _CONFIG = """
 max_restarts: 1000000
 alike_failures: 0
 failures: {{max_per_window: 0}}
+redundancy: {redundancy}
 timeouts: {{lease_s: {lease_s}, join_s: 120, prepare_s: 60, switch_s: 60, drain_s: 60, shutdown_grace_s: 5, hang_s: 12}}
 """
 
@@ -68,10 +69,13 @@ class State:
 class Cluster:
     """Up to `num_nodes` agents of one job over one etcd, on loopback addresses or on hosts of their own (`on_network`).
 
-    Everything is ended and removed at the end of `with`.
+    `copies_every`: steps between two copy sets of the state in the memory of other nodes, 0 for none. Everything is
+    ended and removed at the end of `with`.
     """
 
-    def __init__(self, folder: Path, num_nodes: int, num_slots: int, *, on_network: bool, pause_s: float) -> None:
+    def __init__(
+        self, folder: Path, num_nodes: int, num_slots: int, *, on_network: bool, pause_s: float, copies_every: int = 0
+    ) -> None:
         self.num_nodes, self.num_slots = num_nodes, num_slots
         self.folder = folder
         self.keys = JobKeys(_RUN_ID)
@@ -84,7 +88,8 @@ class Cluster:
         self._pause_s = pause_s
         self._stack = ExitStack()
         self._config = folder / "job.yaml"
-        self._config.write_text(_CONFIG.format(lease_s=LEASE_S))
+        scheme = f"{{scheme: peer, every: {copies_every}}}" if copies_every else "none"
+        self._config.write_text(_CONFIG.format(lease_s=LEASE_S, redundancy=scheme))
         self._stack.callback(self._end_nodes)
         try:
             self.network = self._stack.enter_context(Network(num_nodes)) if on_network else None

@@ -40,6 +40,15 @@ class Fault:
     weight: int
     inject: Callable[[Cluster, random.Random], Injected | None]
 
+    @property
+    def takes_etcd_away(self) -> bool:
+        return self.kind in ("kill_etcd", "stop_etcd")
+
+    @property
+    def silences_node(self) -> bool:
+        """Whether other nodes cannot ask the agent of a node any more."""
+        return self.kind in ("kill_agent", "kill_node", "freeze_agent", "cut")
+
 
 def _expendable(cluster: Cluster, rng: random.Random, *, starting: bool = False) -> Node | None:
     """A node that may go, since another one stays and is well; one that is still `starting` only if so wished."""

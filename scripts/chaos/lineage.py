@@ -2,7 +2,9 @@
 
 A *life* is a fresh generation with all that came from it in place. A life that begins with a checkpoint takes the place
 of what earlier lives did from that step on; what remains is the lineage of the final state. A life may only end, before
-the job does, where a part of the state had no living holder any more.
+the job does, where a part of the state had no living holder any more. Where workers keep copies of each other's state,
+a recovery may go back to an earlier step of the same life, which takes the place of what was done from there on: only
+where nobody else held what was lost.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from etc_agent.parallel.config import ParallelConfig
@@ -71,7 +72,8 @@ def _line(value: dict[str, Any]) -> Line:
 class Findings:
     """`steps_lost_planned`: steps done twice or not at all at a change in place. `steps_repeated`: done again after a
     restart from a checkpoint, over all restarts. `steps_redone`: those that were under way when workers were lost, and
-    run again; `redone_max`: the most of them in one generation. `needless_restarts`: restarts although every part of
+    run again; `redone_max`: the most of them in one generation. `steps_gone_back`: done again from copies in memory,
+    over all recoveries; `gone_back_max`: in one of them. `needless_restarts`: restarts although every part of
     the state had a living holder. `wrong`: what must not be, one line each."""
 
     num_steps: int = 0
@@ -79,17 +81,35 @@ class Findings:
     steps_repeated: int = 0
     steps_redone: int = 0
     redone_max: int = 0
+    steps_gone_back: int = 0
+    gone_back_max: int = 0
     needless_restarts: int = 0
     lives: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Excuses:
+    """What explains that workers end or steps are done again. `deaths`: pid -> when (time of day) that worker was
+    killed or made to hang, by us. `fenced`: from when to when every node may have stopped its workers, since etcd was
+    away and another node silent. `copies_every`: steps between two copy sets, 0 where none are made."""
+
+    deaths: Mapping[int, float] = field(default_factory=dict)
+    fenced: tuple[tuple[float, float], ...] = ()
+    copies_every: int = 0
+
+    def is_fenced(self, at: float) -> bool:
+        return any(begin <= at <= end for begin, end in self.fenced)
+
+    def has_died(self, pid: int, by: float) -> bool:
+        return self.deaths.get(pid, by) < by
+
+
 def examine(
-    lines: Iterable[Line], generations: Mapping[int, Generation], global_batch: int,
-    deaths: Mapping[int, float] = MappingProxyType({}),
+    lines: Iterable[Line], generations: Mapping[int, Generation], global_batch: int, excuses: Excuses
 ) -> Findings:
-    """Check the account of a whole run against the generations that there were. `global_batch`: samples per step.
-    `deaths`: pid -> when (time of day) that worker was killed or made to hang, by us."""
+    """Check the account of a whole run against the generations that there were. `global_batch`: samples per step."""
+    deaths = excuses.deaths
     found = Findings()
     lives: dict[int, list[Line]] = defaultdict(list)
     fresh = sorted(number for number, generation in generations.items() if generation.is_fresh)
@@ -100,6 +120,8 @@ def examine(
             continue
         lives[max(number for number in fresh if number <= line.generation)].append(line)
     found.lives = len(lives)
+    for life, told in lives.items():
+        lives[life] = _without_what_was_gone_back_over(told, generations, excuses, found)
     lineage: dict[int, list[Line]] = {}
     last_before = -1
     for life in sorted(lives):
@@ -114,7 +136,7 @@ def examine(
         last_before = max(steps)
         found.steps_lost_planned = max(found.steps_lost_planned, _lost_in_place(life, steps, found.wrong))
     _check_overlap(lives, found.wrong)
-    _check_restarts(lives, generations, deaths, found)
+    _check_restarts(lives, generations, excuses, found)
     for life in lives.values():
         _check_survivors(life, generations, deaths, found.wrong)
     found.num_steps = len(lineage)
@@ -142,23 +164,66 @@ def _check_retries(retried: Iterable[Line], found: Findings) -> None:
     ]
 
 
+def _without_what_was_gone_back_over(
+    life: list[Line], generations: Mapping[int, Generation], excuses: Excuses, found: Findings
+) -> list[Line]:
+    """The lines of a life without the steps that a recovery from copies has done again."""
+    kept: list[Line] = []
+    for number in sorted({line.generation for line in life}):
+        told = [line for line in life if line.generation == number]
+        begin, end = min(line.step for line in told), max((line.step for line in kept), default=-1) + 1
+        if excuses.copies_every and begin < end and kept:
+            last = max(line.generation for line in kept)
+            is_recovery = any(generations[each].lost for each in range(last + 1, number + 1) if each in generations)
+            living = _living(kept, last, generations, excuses, min(line.time for line in told))
+            if is_recovery and not _is_whole(living, generations[last]):
+                kept = [line for line in kept if line.step < begin]
+                found.steps_gone_back += end - begin
+                found.gone_back_max = max(found.gone_back_max, end - begin)
+        kept += told
+    return kept
+
+
+def _living(
+    life: Iterable[Line], number: int, generations: Mapping[int, Generation], excuses: Excuses, at: float
+) -> set[int]:
+    """The ranks of generation `number` whose workers had not been killed at that time."""
+    pids = {line.rank: line.pid for line in life if line.generation == number}
+    return {rank for rank, pid in pids.items() if not excuses.has_died(pid, at)}
+
+
+def _is_whole(ranks: Set[int], generation: Generation) -> bool:
+    """Whether these ranks hold every part of the state."""
+    config = generation.config
+    parts = {(config.coordinate(rank).pp, config.coordinate(rank).tp) for rank in ranks}
+    return len(parts) == config.pp * config.tp
+
+
+def _are_covered(lines: Iterable[Line], living: Set[int], generation: Generation, excuses: Excuses) -> bool:
+    """Whether copies in the memory of others cover what the ranks that do not live held: those of one node, and the
+    generation had the time for a few complete sets."""
+    lost = {generation.placement[rank].node for rank in range(generation.config.num_ranks) if rank not in living}
+    steps = {line.step for line in lines if line.generation == generation.id}
+    return bool(excuses.copies_every and living) and len(lost) == 1 and len(steps) > 3 * excuses.copies_every
+
+
 def _check_restarts(
-    lives: Mapping[int, list[Line]], generations: Mapping[int, Generation], deaths: Mapping[int, float],
-    found: Findings,
+    lives: Mapping[int, list[Line]], generations: Mapping[int, Generation], excuses: Excuses, found: Findings,
 ) -> None:
     """A life may only end where some part of the state was on no living worker."""
     for before, after in pairwise(sorted(lives)):
         last = max(line.generation for line in lives[before])
         config = generations[last].config
-        pids = {line.rank: line.pid for line in lives[before] if line.generation == last}
         begun = min(line.time for line in lives[after])
-        living = {rank for rank, pid in pids.items() if deaths.get(pid, begun) >= begun}
-        parts = {(config.coordinate(rank).pp, config.coordinate(rank).tp) for rank in living}
-        if len(parts) == config.pp * config.tp:
+        if excuses.is_fenced(begun):
+            continue
+        living = _living(lives[before], last, generations, excuses, begun)
+        is_covered = _are_covered(lives[before], living, generations[last], excuses)
+        if _is_whole(living, generations[last]) or is_covered:
             found.needless_restarts += 1
             found.wrong.append(
                 f"generation {after} began anew ({generations[after].reason}), although ranks {sorted(living)} of "
-                f"generation {last}, {config}, lived and held the whole state"
+                f"generation {last}, {config}, lived and held the whole state{' or copies of it' * is_covered}"
             )
 
 

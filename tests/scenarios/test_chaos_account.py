@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from chaos.lineage import Findings, Line, examine
+from chaos.lineage import Excuses, Findings, Line, examine
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
@@ -41,7 +41,8 @@ def steps(indices: range, number: int, life: int | None = None) -> list[Line]:
 
 def found(lines: list[Line], *previous: int, deaths: dict[int, float] | None = None) -> Findings:
     """`previous`: of generation 1, 2, ..."""
-    return examine(lines, {n: generation(n, before) for n, before in enumerate(previous, 1)}, BATCH, deaths or {})
+    generations = {n: generation(n, before) for n, before in enumerate(previous, 1)}
+    return examine(lines, generations, BATCH, Excuses(deaths or {}))
 
 
 def test_a_change_in_place_and_a_restart_from_a_checkpoint_are_as_they_must_be() -> None:
@@ -115,3 +116,51 @@ def test_two_steps_that_run_again_after_one_loss_are_found() -> None:
     again = [replace(step(index, 1)[0], is_retried=True) for index in (4, 5)]
     (wrong,) = found([*steps(range(5), 1), *again, *steps(range(5, 9), 2, life=1)], 0, 1, deaths={11: 14.0}).wrong
     assert "steps [4, 5] were all run again" in wrong
+
+
+PIPELINE = ParallelConfig(pp=2)
+
+
+def lines_of_pipeline(indices: range, number: int, pids: tuple[int, int]) -> list[Line]:
+    samples = [tuple(range(BATCH * index, BATCH * index + BATCH)) for index in range(indices.stop)]
+    return [
+        Line(
+            index, number, "PP2TP1DP1", rank, 0, samples[index], 1.0, (index + 1,), (index + 1,), pids[rank],
+            time=100.0 * number + index,
+        )
+        for index in indices for rank in range(2)
+    ]
+
+
+def gone_back(begin: int, deaths: dict[int, float], copies_every: int = 3, *, anew: bool = False) -> Findings:
+    """Of a pipeline that trained for 20 steps, lost a worker, and went on with step `begin`."""
+    old = Generation(1, PIPELINE, (Slot("a", 0), Slot("b", 0)), "a:1", 0)
+    new = replace(old, id=2, previous=0 if anew else 1, lost=() if anew else (Slot("b", 0),))
+    pids = (12, 13) if anew else (10, 12)
+    lines = lines_of_pipeline(range(20), 1, (10, 11)) + lines_of_pipeline(range(begin, 30), 2, pids)
+    return examine(lines, {1: old, 2: new}, BATCH, Excuses(deaths, copies_every=copies_every))
+
+
+def test_a_recovery_from_copies_may_go_back_and_what_it_goes_back_over_does_not_count() -> None:
+    account = gone_back(15, {11: 120.0})
+    assert not account.wrong
+    assert (account.steps_gone_back, account.gone_back_max, account.num_steps) == (5, 5, 30)
+
+
+def test_going_back_although_nobody_was_lost_or_no_copies_are_made_is_found() -> None:
+    for account in (gone_back(15, {}), gone_back(15, {11: 120.0}, copies_every=0)):
+        assert any("generation 2 goes on with step 15 after 19" in line for line in account.wrong)
+
+
+def test_a_restart_although_copies_were_left_is_found() -> None:
+    (wrong,) = gone_back(15, {11: 120.0}, anew=True).wrong
+    assert "ranks [0] of generation 1, PP2TP1DP1, lived and held the whole state or copies of it" in wrong
+    assert not gone_back(15, {10: 120.0, 11: 120.0}, anew=True).wrong
+    assert not gone_back(15, {11: 120.0}, copies_every=10, anew=True).wrong
+
+
+def test_a_restart_while_every_node_may_have_been_fenced_is_none_of_ours() -> None:
+    lines = steps(range(5), 1) + steps(range(3, 8), 2)
+    generations = {1: generation(1, 0), 2: generation(2, 0)}
+    assert examine(lines, generations, BATCH, Excuses()).needless_restarts == 1
+    assert examine(lines, generations, BATCH, Excuses(fenced=((20.0, 60.0),))).needless_restarts == 0
