@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from etc_agent.control.checkpoint_settings import Checkpoint as Checkpoint
     from etc_agent.errors import EtcError as EtcError
     from etc_agent.integrations.train_state import TrainState as TrainState
+    from etc_agent.integrations.train_state import Weights as Weights
     from etc_agent.migration.library import migrate as migrate
     from etc_agent.parallel.config import ParallelConfig as ParallelConfig
     from etc_agent.worker.context import ParallelContext as ParallelContext
@@ -31,14 +32,15 @@ _HOMES = {
     "Session": "etc_agent.worker.session",
     "Step": "etc_agent.worker.session",
     "TrainState": "etc_agent.integrations.train_state",
+    "Weights": "etc_agent.integrations.train_state",
     "heartbeat": "etc_agent.worker.process.heartbeat",
     "migrate": "etc_agent.migration.library",
     "session": "etc_agent.worker.session",
 }
 
 __all__ = [
-    "EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "__version__", "heartbeat",
-    "migrate", "session",
+    "EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "Weights", "__version__",
+    "heartbeat", "migrate", "session",
 ]
 
 

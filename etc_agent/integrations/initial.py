@@ -21,7 +21,7 @@ from etc_agent.integrations.marks import is_written, marked
 from etc_agent.integrations.materialise import materialise
 from etc_agent.integrations.optimizer_state import reset_optimizer_state
 from etc_agent.integrations.tensors import named_tensors, shard_of
-from etc_agent.integrations.train_state import MODULE, TrainState
+from etc_agent.integrations.train_state import MODULE, TrainState, init_steps
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Shard
 from etc_agent.torch_private.tensors import num_writes
@@ -64,7 +64,7 @@ def start_values(state: TrainState, device: torch.device, whole: WholeModel | No
 
 def takes_module_values(state: TrainState) -> bool:
     """Whether the job starts from what the modules' constructors compute."""
-    return state.init == MODULE or (isinstance(state.init, tuple) and state.init[0] == MODULE)
+    return MODULE in init_steps(state.init)
 
 
 def whole_model(state: TrainState) -> WholeModel:
@@ -91,19 +91,22 @@ def _is_of_model(name: str) -> bool:
 
 
 def _run_init(state: TrainState) -> int:
-    init = state.init[1] if isinstance(state.init, tuple) else state.init
-    if init is None or isinstance(init, str):
-        return 0
-    with torch.no_grad():
-        step = init(state)
-    if step is None or isinstance(step, _LOADED):
-        return 0
-    if type(step) is not int or step < 0:
-        raise EtcError(
-            f"TrainState.init returned {shortened(repr(step))}; it must return the step to begin with, 0 or more, "
-            "or None for 0"
-        )
-    return step
+    """The last step that a function has returned."""
+    first = 0
+    for init in init_steps(state.init):
+        if init == MODULE:
+            continue
+        with torch.no_grad():
+            step = init(state)
+        if step is None or isinstance(step, _LOADED):
+            continue
+        if type(step) is not int or step < 0:
+            raise EtcError(
+                f"TrainState.init returned {shortened(repr(step))}; it must return the step to begin with, 0 or more, "
+                "or None for 0"
+            )
+        first = step
+    return first
 
 
 def _own_part(whole: WholeModel, shard: Shard, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

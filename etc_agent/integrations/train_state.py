@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from etc_agent.errors import EtcError
+from etc_agent.errors import EtcError, shortened
 
 MODULE: Final = "module"
 
@@ -21,6 +23,21 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Values for a job's start that lie somewhere whole, for `TrainState.init`.
+
+    `source`: a full state dict, or a path (`TrainState.init`).
+    `names`: from the model's names to those in the source, where they differ by more than one prefix: a function, which
+    returns None for what is not there, or a mapping of those that differ.
+    `ignore`: names in the source that are not read, with ``*`` for any part of a name. All others must be used.
+    """
+
+    source: Mapping[str, torch.Tensor] | str | Path
+    names: Mapping[str, str] | Callable[[str], str | None] | None = None
+    ignore: Sequence[str] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +58,11 @@ class TrainState:
     * ``"module"``: the values that the modules' constructors compute. `build` is called once more, for one rank alone
       and on the real device, with torch's generators started from the session's seed; each rank keeps its part. So the
       job starts with the same values under every config, and each worker needs memory for the whole model once.
-    * ``("module", function)``: the constructors' values first, then the function, for a checkpoint that has a part.
+    * Whole tensors, of which each rank reads its part: a full state dict, the path of a safetensors file, of a folder
+      of such, of a file of `torch.save` or of a torch.distributed.checkpoint; or `Weights` of one of these. Buffers
+      that are not persistent get what their constructors compute.
+    * A tuple of these, one after the other, such as ``("module", "base.safetensors", function)``: the constructors'
+      values first, then those of the file, then the function's. ``"module"`` can only be the first.
 
     `activate`: called on the main thread whenever a generation comes into force, on real tensors and in its process
     groups, before its first step: it wraps the model in DistributedDataParallel, compiles it, registers hooks, sets
@@ -60,20 +81,12 @@ class TrainState:
     scaler: Any = None
     extras: dict[str, Stateful] = field(default_factory=dict)
     runtime: Any = None
-    init: Init | Literal["module"] | tuple[Literal["module"], Init] | None = None
+    init: InitStep | tuple[InitStep, ...] | None = None
     activate: Activate | None = None
     as_built: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.init, tuple):
-            is_known = len(self.init) == 2 and self.init[0] == MODULE and callable(self.init[1])
-        else:
-            is_known = self.init is None or self.init == MODULE or callable(self.init)
-        if not is_known:
-            raise EtcError(
-                f"TrainState.init is {self.init!r}; give a function of the TrainState, "
-                f'"{MODULE}", or ("{MODULE}", function)'
-            )
+        self.init = _checked(self.init)
         if self.activate is not None and not callable(self.activate):
             raise EtcError(f"TrainState.activate is {self.activate!r}; give a function of the TrainState")
 
@@ -83,3 +96,36 @@ Init = Callable[[TrainState], int | None]
 
 Activate = Callable[[TrainState], Any]
 """(state with real tensors) -> what the script trains with, or None for the model itself."""
+
+InitStep = Init | Weights | Mapping[str, torch.Tensor] | str | Path
+"""``"module"``, or where values come from."""
+
+
+def init_steps(init: Any) -> tuple[Any, ...]:
+    """The steps of a `TrainState.init`, in their order."""
+    return init if isinstance(init, tuple) else () if init is None else (init,)
+
+
+def _checked(init: Any) -> Any:
+    """`init` with `Weights` for what stands for them.
+
+    Raises:
+        EtcError: it is nothing that can be one.
+    """
+    steps = init_steps(init)
+    is_known = init is None or (bool(steps) and MODULE not in steps[1:]) if all(map(_is_known, steps)) else False
+    if not is_known:
+        raise EtcError(
+            f'TrainState.init is {shortened(repr(init))}; give a function of the TrainState, "{MODULE}", a full state '
+            f'dict, a path of weights, or a tuple of these, as ("{MODULE}", function)'
+        )
+    found = tuple(_as_weights(step) for step in steps)
+    return found if isinstance(init, tuple) else next(iter(found), None)
+
+
+def _is_known(step: Any) -> bool:
+    return callable(step) or isinstance(step, (str, Path, Mapping, Weights))
+
+
+def _as_weights(step: Any) -> Any:
+    return Weights(step) if isinstance(step, (Path, Mapping)) or (isinstance(step, str) and step != MODULE) else step

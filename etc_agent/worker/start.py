@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from etc_agent.errors import ConfigRefusedError, EtcError
 from etc_agent.integrations.native import TrainState, set_rng_state, start_values, takes_module_values
+from etc_agent.integrations.train_state import init_steps
+from etc_agent.integrations.weights import fill_lost, has_lost_buffers, open_weights, takes_weights
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.state.rng import start_stream
@@ -22,7 +25,7 @@ from etc_agent.worker.model import Build, build_on_meta
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
-from etc_agent.worker.whole import build_whole
+from etc_agent.worker.whole import build_buffers, build_whole
 from etc_agent.worker.world.build import build
 from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.stores import connect_store, copies_group
@@ -81,7 +84,9 @@ def _started(
     loaded = None
     if settings.checkpoint is not None:
         loaded = load_newest(build_state, Path(settings.checkpoint.folder).absolute(), settings, context, world)
-    state, step = (loaded.state, loaded.step) if loaded else _first_values(build_state, environment, script, settings)
+    state, step = (
+        (loaded.state, loaded.step) if loaded else _first_values(build_state, environment, script, settings, world)
+    )
     start_stream(settings.seed, environment.generation, environment.rank)
     if loaded is not None and loaded.stream is not None:
         set_rng_state(settings.device, loaded.stream)
@@ -89,13 +94,18 @@ def _started(
 
 
 def _first_values(
-    build_state: Callable[[], TrainState], environment: WorkerEnvironment, script: Build, settings: Settings
+    build_state: Callable[[], TrainState], environment: WorkerEnvironment, script: Build, settings: Settings,
+    world: World,
 ) -> tuple[TrainState, int]:
     """A state with the values that `TrainState.init` says, and the first step."""
     state, whole = build_state(), None
     if takes_module_values(state):
         num_sharing = environment.local_world_size if settings.device.type == "cpu" else 1
         whole = build_whole(script, settings, environment.generation, num_sharing)
+    elif takes_weights(state):
+        buffers = build_buffers(script, settings, environment.generation) if has_lost_buffers(state) else {}
+        state.init = (partial(fill_lost, constructed=buffers), *init_steps(state.init))
+    open_weights(state, lambda value: gather_json(world.groups[0], value))
     # Equal on every rank, so that an init which draws from torch's generators gives all replicas the same values.
     torch.manual_seed(settings.seed)
     return state, _agreed(start_values(state, settings.device, whole), settings.device)

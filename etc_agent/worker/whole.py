@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Mapping
 
 import torch
 
-from etc_agent.errors import EtcError
+from etc_agent.errors import EtcError, named
+from etc_agent.integrations.constructed import parameters_on_meta
 from etc_agent.integrations.native import WholeModel, shards_of, whole_model
 from etc_agent.migration.modes import free_bytes
 from etc_agent.parallel.config import ParallelConfig
@@ -15,6 +18,8 @@ from etc_agent.worker.model import Build, build_on_meta
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.world.build import build_fake
 from etc_agent.worker.world.swap import World, entered
+
+_log = logging.getLogger(__name__)
 
 _REMEDY = "give TrainState an init function, which fills in each rank's part"
 
@@ -51,3 +56,25 @@ def _check_fits(build: Build, world: World, settings: Settings, generation: int,
             f'init="module" needs {num_bytes:,} bytes for the whole model on every worker, and this one has {free:,} '
             f"free on {settings.device}; {_REMEDY}"
         )
+
+
+def build_buffers(build: Build, settings: Settings, generation: int) -> Mapping[str, torch.Tensor]:
+    """The buffers that the constructors compute, ``model.<fqn>`` -> the whole tensor. `build` is called for one rank
+    alone on the real device, except that parameters go to the meta device as soon as a module has them.
+
+    Returns none where the model cannot be built for one rank alone; a warning says so.
+    """
+    with contextlib.closing(build_fake(0, ParallelConfig(), settings.device)) as world:
+        context = ParallelContext(
+            world.config, world.mesh, world.rank, settings.device, generation, settings.global_batch.size
+        )
+        torch.manual_seed(settings.seed)
+        try:
+            with entered(world), settings.device, parameters_on_meta():
+                return whole_model(build(context))
+        except Exception as error:
+            _log.warning(
+                "the values of buffers that are not persistent are not known, since build() cannot be called for one "
+                "rank alone on a real device (%s); write them in a function, init=(weights, function)", named(error),
+            )
+            return {}

@@ -228,7 +228,7 @@ def test_a_model_that_differs_from_the_whole_one_is_refused_by_name() -> None:
         start_values(on_meta("module"), CPU, whole_model(TrainState(other, None)))
 
 
-@pytest.mark.parametrize("init", ["modul", ("module",), ("other", print), 3])
+@pytest.mark.parametrize("init", [3, (), (print, "module"), ("module", 3)])
 def test_an_init_of_another_kind_is_refused(init: Any) -> None:
     with pytest.raises(EtcError, match=r"^TrainState\.init is .*; give a function of the TrainState"):
         TrainState(Net(), None, init=init)

@@ -178,4 +178,4 @@ print("activated", job.ACTIVATIONS)
 """
     exit_code, written = run_script(code, tmp_path / "script.log", {})
     assert exit_code == 0, written
-    assert "activated [{'generation': 0, 'thread': 'MainThread', 'devices': ['cpu'], 'world': 1}]" in written
+    assert "activated [{'generation': 1, 'thread': 'MainThread', 'devices': ['cpu'], 'world': 1}]" in written

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import module_ranks
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from mini_agent import run_script
+from safetensors.torch import save_file
 
 from tests.integrations.launched_ranks import launch
 
@@ -37,6 +41,18 @@ def build(parallel):
 def test_every_rank_starts_with_its_part_of_what_the_constructors_compute(config: str) -> None:
     num_ranks = {"PP3": 3, "TP2DP2": 4}[config]
     assert "shards agree" in launch(num_ranks, SCRIPT, config)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["safetensors", "checkpoint"])
+def test_every_rank_starts_with_its_part_of_weights_on_disk(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(module_ranks.SEED)
+    weights = module_ranks.Stage(range(module_ranks.LAYERS)).state_dict()
+    if kind == "safetensors":
+        save_file(weights, tmp_path / "model.safetensors")
+    else:
+        dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
+    assert "shards agree" in launch(4, SCRIPT, "TP2PP2", str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 
 from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.amendments import Amendments
+from etc_agent.integrations.dcp_boxes import BoxLoadPlanner, logical_tensors
 from etc_agent.integrations.native import load_host_state, rng_state, shards_of, start_values
+from etc_agent.integrations.sources import read_boxes
 from etc_agent.integrations.tensors import all_tensors
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.parallel.config import ParallelConfig
@@ -25,7 +26,6 @@ from etc_agent.worker.change.exchange import broadcast_json, gather_json
 from etc_agent.worker.change.state.user_state import load_own_state
 from etc_agent.worker.checkpoints import folder as folders
 from etc_agent.worker.checkpoints.names import HOST, own_name, stream_name
-from etc_agent.worker.checkpoints.planners import BoxLoadPlanner, logical_tensors
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.world.swap import World
@@ -172,8 +172,7 @@ class _Reading:
         return (Shard(tensor, whole(shape)), buffer) if self._known.get(tensor.name) == tensor else None
 
     def _load(self, planner: BoxLoadPlanner) -> None:
-        with warnings.catch_warnings(action="ignore"):  # that torch.distributed is not used
-            dcp.load({}, storage_reader=dcp.FileSystemReader(self._path), planner=planner, no_dist=True)
+        read_boxes(self._path, planner)
 
 
 def _shown(names: Sequence[str]) -> str:
