@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from etc_agent.integrations.train_state import Weights as Weights
     from etc_agent.migration.library import migrate as migrate
     from etc_agent.parallel.config import ParallelConfig as ParallelConfig
+    from etc_agent.weights import migrate_weights as migrate_weights
     from etc_agent.worker.context import ParallelContext as ParallelContext
     from etc_agent.worker.process.heartbeat import heartbeat as heartbeat
     from etc_agent.worker.session import Session as Session
@@ -35,12 +36,13 @@ _HOMES = {
     "Weights": "etc_agent.integrations.train_state",
     "heartbeat": "etc_agent.worker.process.heartbeat",
     "migrate": "etc_agent.migration.library",
+    "migrate_weights": "etc_agent.weights",
     "session": "etc_agent.worker.session",
 }
 
 __all__ = [
     "EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "Weights", "__version__",
-    "heartbeat", "migrate", "session",
+    "heartbeat", "migrate", "migrate_weights", "session",
 ]
 
 
