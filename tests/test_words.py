@@ -27,7 +27,7 @@ ROOMS_OF = {
         "etc_agent/migration/", "etc_agent/worker/change/switch.py", "etc_agent/worker/change/elastic.py",
         "launcher/ctl/commands/reporting.py", "launcher/ctl/main.py",
     ),
-    "verify": ("etc_agent/migration/", "etc_agent/worker/change/modes/"),
+    "verify": ("etc_agent/migration/", "etc_agent/weights.py", "etc_agent/worker/change/modes/"),
     "rounds": ("etc_agent/planner/", "etc_agent/migration/", "etc_agent/simulator/", "launcher/ctl/planning/"),
     "bell": ("etc_agent/migration/",),
     "parcel": ("etc_agent/migration/memory/",),
