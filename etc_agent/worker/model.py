@@ -17,15 +17,15 @@ from etc_agent.state.layout import Shard
 from etc_agent.worker.change.state.user_state import rules_of
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.data.division import GlobalBatch
+from etc_agent.worker.staying_on_meta import StayingOnMeta
 from etc_agent.worker.world.build import build_fake
 from etc_agent.worker.world.swap import World, entered
 
 Build = Callable[[ParallelContext], TrainState]
 
 _ON_META: Final = (
-    "it runs on the meta device, where tensors have no values, so it must not read them (item(), numpy()), move them "
-    "(to(), cpu(), cuda()) or wrap the model in DistributedDataParallel: the session puts the model on its device, and "
-    "TrainState(activate=...) is where it is wrapped or compiled"
+    "it runs on the meta device, where tensors have no values, so it must not read them (item(), numpy()) or wrap the "
+    "model in DistributedDataParallel: TrainState(activate=...) is where it is wrapped or compiled"
 )
 
 
@@ -40,7 +40,7 @@ def build_on_meta(
     """
     global_batch.check(world.config)
     context = ParallelContext.of(world, device, generation, global_batch.size)
-    with entered(world), torch.device("meta"):
+    with entered(world), torch.device("meta"), StayingOnMeta():
         try:
             state = build(context)
         except ValueError as error:

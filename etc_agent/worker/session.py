@@ -110,10 +110,8 @@ class Session:
         Raises:
             ValueError: dp does not divide the global batch; use `microbatches`.
         """
-        place = self._place()
-        GlobalBatch(place.samples.size).check(self.parallel.config)
-        self._sample_ids = place.ids()
-        return place.batch(data)
+        GlobalBatch(self._settings.global_batch.size).check(self.parallel.config)
+        return self._present().batch(data)
 
     def microbatches(
         self, data: Any, size: int | None = None, reduction: Reduction = "mean"
@@ -138,9 +136,7 @@ class Session:
             raise ValueError("session.microbatches(data, size=...) needs the number of samples per microbatch")
         if isinstance(data, Loader) and data.batch_size != size:
             raise ValueError(f"the loader has batch_size={data.batch_size}, and microbatches of {size} are asked for")
-        place = self._place()
-        self._sample_ids = place.ids()
-        return place.microbatches(data, size, reduction)
+        return self._present().microbatches(data, size, reduction)
 
     def sample_ids(self, step: int) -> range:
         """The numbers, in the job's sequence, of the samples that this dp rank takes in `step`."""
@@ -157,14 +153,18 @@ class Session:
         drop_last: bool = True,
         **options: Any,
     ) -> Loader:
-        """torch's DataLoader over the job's sequence of samples, for `batch` and `microbatches`. A change of size
-        neither loses nor repeats a sample, and the loader's worker processes outlive it. Make it before the session is
-        opened, so that the workers of a rank that joins start while the others still train.
+        """torch's DataLoader over the job's sequence of samples. A change of size neither loses nor repeats a sample,
+        and the loader's worker processes outlive it. Made before the session is opened, the workers of a rank that
+        joins start while the others still train.
+
+        In a step, ``for batch in loader`` gives this rank's samples of that step, in ``len(loader)`` microbatches of one
+        size, which is at most `batch_size`; `batch` and `microbatches` take it too.
 
         Args:
             dataset: ``dataset[i]`` and ``len(dataset)``. Random augmentation in it is seeded with the sample's number.
             batch_size: samples per microbatch; None: all of this rank's samples of a step.
-            shuffle: the seed of the order, another one in each epoch; None for the dataset's own order.
+            shuffle: the seed of the order, another one in each epoch: the order of torch's
+                ``DistributedSampler(dataset, seed=shuffle)``; None for the dataset's own.
             num_workers: processes that load samples beside training; 0: none.
             drop_last: each epoch takes whole global batches; with False the next epoch begins in the middle of a step.
             options: of torch's DataLoader, such as ``pin_memory``, ``prefetch_factor``, ``multiprocessing_context``.
@@ -175,6 +175,7 @@ class Session:
         return Loader(
             dataset, self._settings.global_batch.size, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last,
             num_workers=num_workers, collate_fn=collate_fn, seed=self._settings.seed, options=options,
+            present=self._present,
         )
 
     def stream(self, factory: Factory) -> Stream:
@@ -218,6 +219,12 @@ class Session:
         return Place(
             self._settings.global_batch, self._course.step, parallel.coordinate.dp, parallel.config.dp, parallel.device
         )
+
+    def _present(self) -> Place:
+        """The place whose samples the present step trains on."""
+        place = self._place()
+        self._sample_ids = place.ids()
+        return place
 
     def _vote(self, ok: bool) -> bool:
         self._allow_step()

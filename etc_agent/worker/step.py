@@ -26,17 +26,24 @@ class Deciding:
     forgive: Callable[[Exception], bool]
 
 
-class Step:
-    """One training step: ``with step: ...; step.commit()``. `index` counts from 0 over the whole job.
+class Step(int):
+    """One training step: ``with step: ...; step.commit()``. It is its own number, which counts from 0 over the whole
+    job and is also called `index`: ``if step % 100 == 0: print(step)``.
 
     `is_committed`: False after the ``with`` where workers were lost in the step, which is then run again: the next step
-    of ``session.steps`` has the same index.
+    of ``session.steps`` has the same number.
     """
+
+    index: int
+
+    def __new__(cls, deciding: Deciding, index: int) -> Self:
+        step = super().__new__(cls, index)
+        step.index = index
+        return step
 
     def __init__(self, deciding: Deciding, index: int) -> None:
         self._deciding = deciding
         self._has_voted = False
-        self.index = index
         self.is_committed = False
         self.is_retried = False
         self._ended_by: BaseException | None = None

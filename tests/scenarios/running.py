@@ -35,11 +35,13 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = TI
 class EtcRun:
     """One `etc-run` process. Everything it starts carries a mark in its environment, by which it is found again.
 
-    `prefix`: a command that runs its arguments in its own place, such as `Host.prefix`.
+    `prefix`: a command that runs its arguments in its own place, such as `Host.prefix`. `launcher`: torchrun, to
+    compare with it.
     """
 
     def __init__(
-        self, *arguments: object, cwd: Path, environment: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+        self, *arguments: object, cwd: Path, environment: dict[str, str] | None = None, prefix: tuple[str, ...] = (),
+        launcher: str = "etc-run",
     ) -> None:
         self.mark = uuid.uuid4().hex
         self._output = cwd / f"output.{self.mark}"
@@ -47,8 +49,8 @@ class EtcRun:
         known = {**inherited, "OMP_NUM_THREADS": "1", "MARK": self.mark, "ETC_SPARES": SPARES, **(environment or {})}
         words = [str(argument) for argument in arguments]
         self.process = (
-            Executed("etc-run", words, known, cwd, self._output, self._output, prefix) if prefix
-            else Forked("etc-run", words, known, cwd, self._output, self._output)
+            Executed(launcher, words, known, cwd, self._output, self._output, prefix) if prefix
+            else Forked(launcher, words, known, cwd, self._output, self._output)
         )
 
     @property
@@ -68,7 +70,7 @@ class EtcRun:
             has_ended = self.process.poll() is not None
             match = re.search(pattern, self.output)
             assert match or not has_ended, (
-                f"etc-run ended with {self.process.poll()} before {pattern!r}:\n{self.output}"
+                f"it ended with {self.process.poll()} before {pattern!r}:\n{self.output}"
             )
             return match
 
@@ -83,7 +85,7 @@ class EtcRun:
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """The exit code."""
         code = self.process.wait(timeout_s)
-        assert code is not None, f"etc-run did not end in {timeout_s:.0f} s:\n{self.output}"
+        assert code is not None, f"it did not end in {timeout_s:.0f} s:\n{self.output}"
         return code
 
     def descendants(self) -> dict[int, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 import etc_agent as etc
 from etc_agent.worker.data.batch import Place
@@ -39,7 +39,7 @@ class Numbers(Dataset):
 def loader(size: int = 100, **arguments: Any) -> Loader:
     defaults: dict[str, Any] = {
         "batch_size": None, "shuffle": None, "drop_last": True, "num_workers": 0, "collate_fn": None, "seed": 3,
-        "options": {},
+        "options": {}, "present": lambda: place(0),
     }
     return Loader(Numbers(size), 12, **{**defaults, **arguments})
 
@@ -106,6 +106,34 @@ def test_microbatches_come_through_the_loader_too() -> None:
         assert sum(micro.factor for micro in micros) == pytest.approx(len(at.ids()) * num_ranks / 12)
     with pytest.raises(ValueError, match=r"^the loader has batch_size=2, so it gives microbatches"):
         place(3).batch(data)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_iterated_over_in_a_step_it_gives_microbatches_of_one_size(num_workers: int) -> None:
+    at = place(0)
+    data = loader(batch_size=4, num_workers=num_workers, present=lambda: at)
+    for at, sizes in ((place(0, 1, 2), [3, 3]), (place(1), [4, 4, 4]), (place(2, 3, 4), [3]), (place(3, 2, 3), [4])):
+        batches = list(data)
+        assert [len(indices(batch)) for batch in batches] == sizes
+        assert len(data) == len(sizes)
+        assert [i for batch in batches for i in indices(batch)] == list(at.ids())
+    whole = loader(present=lambda: place(1, 1, 3))
+    assert [indices(batch) for batch in whole] == [[16, 17, 18, 19]]
+    at = place(0, 1, 5)
+    with pytest.raises(ValueError, match=r"a global batch of 12 has no equal parts for dp=5: use session.microbatches"):
+        next(iter(data))
+
+
+def test_the_order_is_that_of_a_distributed_sampler_with_the_same_seed() -> None:
+    data = loader(size=24, shuffle=5)
+    for epoch in range(2):
+        samplers = [DistributedSampler(Numbers(24), 3, rank, seed=5) for rank in range(3)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        theirs = [list(sampler) for sampler in samplers]
+        for step in range(2):
+            ours = indices(place(2 * epoch + step).batch(data))
+            assert sorted(ours) == sorted(i for order in theirs for i in order[4 * step : 4 * step + 4])
 
 
 def test_data_that_cannot_be_repositioned_is_refused_with_the_remedy() -> None:

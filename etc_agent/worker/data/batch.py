@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from etc_agent.worker.data.division import GlobalBatch, Part, Reduction, parts
+from etc_agent.worker.data.division import GlobalBatch, Part, Reduction, equal_parts, parts
 from etc_agent.worker.data.loader import Loader
 from etc_agent.worker.data.stream import Stream
 
@@ -63,22 +63,41 @@ class Place:
         """This rank's samples of this step in microbatches of at most `size`; as many on every rank."""
         if isinstance(data, Stream):
             raise TypeError("session.microbatches takes data by sample number or a loader; cut session.batch(stream)")
-        for part, following in self._parts(size):
+
+        def parts_of(step: int) -> Iterator[Part]:
+            return parts(self.samples, step, self.rank, self.num_ranks, size)
+
+        for part, following in _with_following(parts_of, self.step):
             batch = data.fetch(part.ids, following) if isinstance(data, Loader) else None
             batch = batch_of(data, part.ids, self.device) if batch is None else _to_device(batch, self.device)
             factor = part.factor(self.samples.size, self.num_ranks, reduction)
             yield Microbatch(batch, part.ids, factor, part.is_last)
 
-    def _parts(self, size: int) -> Iterator[tuple[Part, Callable[[], Iterable[range]]]]:
-        def parts_of(step: int) -> Iterator[Part]:
-            return parts(self.samples, step, self.rank, self.num_ranks, size)
+    def batches(self, loader: Loader) -> Iterator[Any]:
+        """This rank's samples of this step in microbatches of one size; as many on every rank."""
+        for part, following in _with_following(partial(self._equal_parts, loader), self.step):
+            yield _to_device(loader.fetch(part.ids, following), self.device)
 
-        own = list(parts_of(self.step))
-        for number, part in enumerate(own):
-            yield part, partial(_following, own[number + 1 :], parts_of, self.step + 1)
+    def num_batches(self, loader: Loader) -> int:
+        """How many `batches` gives."""
+        return sum(1 for _ in self._equal_parts(loader, self.step))
+
+    def _equal_parts(self, loader: Loader, step: int) -> Iterator[Part]:
+        size = loader.batch_size or self.samples.size
+        return equal_parts(self.samples, step, self.rank, self.num_ranks, size)
 
 
-def _following(rest: list[Part], parts_of: Callable[[int], Iterator[Part]], step: int) -> Iterator[range]:
+_PartsOf = Callable[[int], Iterator[Part]]
+
+
+def _with_following(parts_of: _PartsOf, step: int) -> Iterator[tuple[Part, Callable[[], Iterable[range]]]]:
+    """The parts of `step`, each with what gives the samples of those after it."""
+    own = list(parts_of(step))
+    for number, part in enumerate(own):
+        yield part, partial(_following, own[number + 1 :], parts_of, step + 1)
+
+
+def _following(rest: list[Part], parts_of: _PartsOf, step: int) -> Iterator[range]:
     """The samples of the parts `rest`, then those of all steps from `step` on."""
     later = itertools.chain.from_iterable(map(parts_of, itertools.count(step)))
     return (part.ids for part in itertools.chain(rest, later))

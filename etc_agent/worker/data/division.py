@@ -79,3 +79,20 @@ def parts(batch: GlobalBatch, step: int, rank: int, num_ranks: int, size: int) -
     for number in range(count):
         taken = ids[number * size : (number + 1) * size]
         yield Part(taken or ids[:size], len(taken), number == count - 1)
+
+
+def equal_parts(batch: GlobalBatch, step: int, rank: int, num_ranks: int, size: int) -> Iterator[Part]:
+    """As `parts`, all of one size, the largest up to `size` that divides a rank's samples: so the mean over the
+    microbatches' means, and over the ranks, is the mean over the global batch.
+
+    Raises:
+        ValueError: `size` is not positive, or dp does not divide the global batch.
+    """
+    own = len(batch.ids(step, rank, num_ranks))
+    if batch.size % num_ranks:
+        raise ValueError(
+            f"a global batch of {batch.size} has no equal parts for dp={num_ranks}: use session.microbatches(loader), "
+            "whose factors weight the losses"
+        )
+    fitting = next((number for number in range(min(size, own), 0, -1) if own % number == 0), size)
+    return parts(batch, step, rank, num_ranks, fitting)

@@ -15,7 +15,8 @@ _KEPT: Final = 2
 class Epochs:
     """A dataset of `num_samples`, again and again, of which each epoch takes the first `per_epoch` of its order.
 
-    `shuffle`: the seed of the orders, which differ from epoch to epoch; None for the dataset's own order.
+    `shuffle`: the seed of the orders, which differ from epoch to epoch and are those of torch's DistributedSampler; None
+    for the dataset's own order.
     """
 
     num_samples: int
@@ -35,7 +36,7 @@ class Epochs:
     def _order(self, epoch: int) -> torch.Tensor:
         if epoch not in self._orders:
             assert self.shuffle is not None
-            generator = torch.Generator(device="cpu").manual_seed((self.shuffle << 20) + epoch)
+            generator = torch.Generator(device="cpu").manual_seed(self.shuffle + epoch)
             self._orders[epoch] = torch.randperm(self.num_samples, generator=generator, device="cpu")
             for old in sorted(self._orders)[:-_KEPT]:
                 del self._orders[old]

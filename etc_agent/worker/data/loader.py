@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
@@ -23,8 +23,22 @@ Samples = tuple[int, ...]
 """The numbers of one batch's samples in the job's sequence."""
 
 
+class StepPart(Protocol):
+    """A dp rank's part of a step: `batch.Place`."""
+
+    def batches(self, loader: Loader) -> Iterator[Any]: ...
+
+    def num_batches(self, loader: Loader) -> int: ...
+
+
 class Loader:
-    """See `Session.loader`. `batch_size`: samples per microbatch, None for all of a rank's samples in one batch."""
+    """See `Session.loader`. `batch_size`: samples per microbatch, None for all of a rank's samples in one batch.
+
+    Iterated over in a step, it gives this rank's samples of that step, and its length is how many batches they are:
+    all of one size, which is the largest up to `batch_size` that divides them.
+
+    `present`: this rank's part of the present step.
+    """
 
     def __init__(
         self,
@@ -38,7 +52,9 @@ class Loader:
         collate_fn: Callable[[list], Any] | None,
         seed: int,
         options: dict[str, Any],
+        present: Callable[[], StepPart],
     ) -> None:
+        self._present = present
         num_samples = _length(dataset)
         self._epochs = Epochs(num_samples, _per_epoch(num_samples, global_batch, drop_last=drop_last), shuffle)
         self._global_batch = global_batch
@@ -63,6 +79,12 @@ class Loader:
     def epoch(self, step: int) -> int:
         """The epoch, from 0, of the first sample of `step`."""
         return self._epochs.epoch(step * self._global_batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._present().batches(self)
+
+    def __len__(self) -> int:
+        return self._present().num_batches(self)
 
     def fetch(self, ids: Sequence[int], following: Callable[[], Iterable[Sequence[int]]]) -> Any:
         """The batch of the samples `ids`, on the host. `following`: returns what will probably be asked for after
