@@ -12,7 +12,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import Dataset
 
 import etc_agent as etc
@@ -56,7 +56,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=48, help="pictures per step, over all ranks")
     parser.add_argument("--micro-batch", type=int, default=4, help="pictures per forward pass of a rank")
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--dtype", default="float32", help="of the weights")
+    parser.add_argument("--bf16", action="store_true", help="autocast")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", default="", help="folder for the weights")
     parser.add_argument("--save-every", type=int, default=20, help="steps")
@@ -66,13 +67,14 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    torch.set_default_dtype(getattr(torch, args.dtype))
     torch.manual_seed(args.seed)
 
     def build(parallel: etc.ParallelContext) -> etc.TrainState:
         model = network().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-        return etc.TrainState(model, optimizer, scheduler, init="module", activate=DistributedDataParallel)
+        return etc.TrainState(model, optimizer, scheduler, init="module", activate=lambda state: DDP(state.model))
 
     data = Pictures()
     with etc.session(build, global_batch=args.batch, seed=args.seed) as session:
@@ -86,7 +88,7 @@ def main() -> None:
                     with contextlib.nullcontext() if is_last else model.no_sync():
                         with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                             outputs = model(pictures.to(device))
-                        loss = nn.functional.cross_entropy(outputs.float(), labels.to(device)) / accumulate
+                        loss = nn.functional.cross_entropy(outputs.to(total.dtype), labels.to(device)) / accumulate
                         loss.backward()
                     total += loss.detach()
                     if is_last:
@@ -94,7 +96,7 @@ def main() -> None:
                         dist.all_reduce(total)
                         step.commit()
                         if dist.get_rank() == 0:
-                            print(f"step {step} loss {total.item() / dist.get_world_size():.8f}", flush=True)
+                            print(f"step {step} loss {total.item() / dist.get_world_size():.12f}", flush=True)
                             if args.save and (step + 1) % args.save_every == 0:
                                 torch.save(model.module.state_dict(), f"{args.save}/{step + 1}.pt")
 

@@ -20,6 +20,7 @@ from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.course import Course
 from etc_agent.worker.data.batch import Microbatch, Place
 from etc_agent.worker.data.division import DIVISIONS, Division, GlobalBatch, Reduction
+from etc_agent.worker.data.draws import Draws
 from etc_agent.worker.data.loader import Loader
 from etc_agent.worker.data.stream import Factory, Stream
 from etc_agent.worker.fixed_size import FixedSize
@@ -47,6 +48,7 @@ class Session:
         self._job: FixedSize | Elastic | None = None
         self._step: Step | None = None
         self._sample_ids: Sequence[int] = ()
+        self._draws = Draws(settings.seed)
         self._allow_step: Callable[[], None] = lambda: None
 
     # -- what the script uses --------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ class Session:
                 return
             job.begin_step()
             self._allow_step = forbid_step(self.state)
+            self._draws.begin_step()
             self._step = step = Step(Deciding(self._vote, self._apply, job.forgive), course.step)
             yield step
             self._step = None
@@ -157,8 +160,8 @@ class Session:
         and the loader's worker processes outlive it. Made before the session is opened, the workers of a rank that
         joins start while the others still train.
 
-        In a step, ``for batch in loader`` gives this rank's samples of that step, in ``len(loader)`` microbatches of one
-        size, which is at most `batch_size`; `batch` and `microbatches` take it too.
+        In a step, ``for batch in loader`` gives this rank's samples of that step, in ``len(loader)`` microbatches of
+        one size, which is at most `batch_size`; `batch` and `microbatches` take it too.
 
         Args:
             dataset: ``dataset[i]`` and ``len(dataset)``. Random augmentation in it is seeded with the sample's number.
@@ -177,6 +180,18 @@ class Session:
             num_workers=num_workers, collate_fn=collate_fn, seed=self._settings.seed, options=options,
             present=self._present,
         )
+
+    def randint(self, high: int, size: Sequence[int]) -> torch.Tensor:
+        """As ``torch.randint(high, size)``, on the CPU, with one number for each of this dp rank's next samples: it
+        depends on the sample's place in the job's sequence and the seed alone, so that random offsets into a file of
+        tokens are the same at every size of the job. In a step as many are drawn as this rank has samples; each new
+        step begins with its first.
+
+        Raises:
+            ValueError: more are drawn than this rank has samples in a step, or dp does not divide the global batch.
+        """
+        GlobalBatch(self._settings.global_batch.size).check(self.parallel.config)
+        return self._draws.take(self._present().ids(), high, tuple(size))
 
     def stream(self, factory: Factory) -> Stream:
         """Samples for `batch` from iterators. ``factory(start, rank, size)`` returns an iterator over the samples
@@ -227,6 +242,7 @@ class Session:
         return place
 
     def _vote(self, ok: bool) -> bool:
+        self._draws.check(self._sample_ids)
         self._allow_step()
         return self._open_job().vote(ok=can_apply(self.state) and ok)
 

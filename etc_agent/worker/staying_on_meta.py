@@ -1,4 +1,4 @@
-"""The meta device for a script's `build`, which may also say ``model.to(device)``, as every script for torchrun does."""
+"""Lets a script's `build`, on the meta device, say ``model.to(device)`` as scripts for torchrun do."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 CLASSES, SIDE = 10, 16
@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=48, help="pictures per step, over all ranks")
     parser.add_argument("--micro-batch", type=int, default=4, help="pictures per forward pass of a rank")
-    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--dtype", default="float32", help="of the weights")
+    parser.add_argument("--bf16", action="store_true", help="autocast")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", default="", help="folder for the weights")
     parser.add_argument("--save-every", type=int, default=20, help="steps")
@@ -65,12 +66,13 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    torch.set_default_dtype(getattr(torch, args.dtype))
     torch.manual_seed(args.seed)
 
     model = network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    model = DistributedDataParallel(model)
+    model = DDP(model)
 
     data = Pictures()
     sampler = DistributedSampler(data, seed=args.seed, drop_last=True)
@@ -85,7 +87,7 @@ def main() -> None:
             with contextlib.nullcontext() if is_last else model.no_sync():
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
                     outputs = model(pictures.to(device))
-                loss = nn.functional.cross_entropy(outputs.float(), labels.to(device)) / accumulate
+                loss = nn.functional.cross_entropy(outputs.to(total.dtype), labels.to(device)) / accumulate
                 loss.backward()
             total += loss.detach()
             if is_last:
@@ -95,7 +97,7 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
                 if dist.get_rank() == 0:
-                    print(f"step {step} loss {total.item() / dist.get_world_size():.8f}", flush=True)
+                    print(f"step {step} loss {total.item() / dist.get_world_size():.12f}", flush=True)
                     if args.save and (step + 1) % args.save_every == 0:
                         torch.save(model.module.state_dict(), f"{args.save}/{step + 1}.pt")
                 total.zero_()

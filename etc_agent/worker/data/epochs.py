@@ -15,8 +15,8 @@ _KEPT: Final = 2
 class Epochs:
     """A dataset of `num_samples`, again and again, of which each epoch takes the first `per_epoch` of its order.
 
-    `shuffle`: the seed of the orders, which differ from epoch to epoch and are those of torch's DistributedSampler; None
-    for the dataset's own order.
+    `shuffle`: the seed of the orders, which differ from epoch to epoch and are those of torch's DistributedSampler;
+    None for the dataset's own order.
     """
 
     num_samples: int
