@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import Dataset
 
 import etc_agent as etc
 
 CLASSES, SIDE = 10, 16
 
 
-class Pictures(Dataset):
+class Pictures(torch.utils.data.Dataset):
     """Noisy gratings: the class is their direction."""
 
     def __len__(self) -> int:

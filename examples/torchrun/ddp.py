@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 CLASSES, SIDE = 10, 16
 
 
-class Pictures(Dataset):
+class Pictures(torch.utils.data.Dataset):
     """Noisy gratings: the class is their direction."""
 
     def __len__(self) -> int:

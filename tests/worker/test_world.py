@@ -24,19 +24,26 @@ CPU = torch.device("cpu")
 TWO_WORLDS = """
 import gc, os, threading
 import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.world import build as worlds, swap
 
 swap.install()
 cpu = torch.device("cpu")
+def of_script():
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+
 first = worlds.build(dist.HashStore(), 0, ParallelConfig(), 1, cpu, 10.0)
 swap.activate(first)
+before = of_script()
+assert before == of_script()
 made = []
 
 def beside():
     made.append(worlds.build(dist.HashStore(), 0, ParallelConfig(), 2, cpu, 10.0))
     with swap.entered(made[0]):
+        assert of_script() != before and of_script()["dp_shard"] != before["dp_shard"]
         assert dist.group.WORLD is made[0].contents.default_pg
     assert dist.group.WORLD is first.contents.default_pg
 

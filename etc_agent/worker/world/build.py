@@ -47,7 +47,7 @@ def build(
     """
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
     contents = Contents(number * GROUPS_PER_WORLD, connections)
-    world = _build(store, rank, config, number, backend, device, timedelta(seconds=timeout_s), contents)
+    world = _build(store, rank, config, backend, device, timedelta(seconds=timeout_s), contents)
     with entered(world):
         for group in world.groups:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -58,7 +58,7 @@ def build_fake(rank: int, config: ParallelConfig, device: torch.device) -> World
     """A world without peers, in which `rank`'s part of a model can be built under `config` on the meta device."""
     number = next(_fake_numbers)
     contents = Contents(number * GROUPS_PER_WORLD)
-    return _build(fake_store(), rank, config, number, "fake", device, timedelta(seconds=1), contents)
+    return _build(fake_store(), rank, config, "fake", device, timedelta(seconds=1), contents)
 
 
 _building = threading.Lock()
@@ -68,7 +68,6 @@ def _build(
     store: dist.Store,
     rank: int,
     config: ParallelConfig,
-    number: int,
     backend: str,
     device: torch.device,
     timeout: timedelta,
@@ -80,20 +79,16 @@ def _build(
         assert everyone is not None
         groups = _AxisGroups(rank, everyone, timeout)
         shape = (config.pp, config.dp, config.cp, config.tp)
-        mesh = _mesh(groups, shape, AXES, device.type, number)
+        mesh = _mesh(groups, shape, AXES, device.type)
         shape = (config.pp, config.dp * config.cp // config.ep, config.ep, config.tp)
-        expert_mesh = _mesh(groups, shape, EXPERT_AXES, device.type, number)
+        expert_mesh = _mesh(groups, shape, EXPERT_AXES, device.type)
     return World(config, rank, mesh, expert_mesh, contents, excepthook, groups.all)
 
 
-def _mesh(
-    groups: _AxisGroups, shape: tuple[int, ...], axes: tuple[str, ...], device_type: str, number: int
-) -> DeviceMesh:
+def _mesh(groups: _AxisGroups, shape: tuple[int, ...], axes: tuple[str, ...], device_type: str) -> DeviceMesh:
     ranks = torch.arange(math.prod(shape), dtype=torch.int, device="cpu").reshape(shape)
     mine = [groups.along(ranks.movedim(index, -1)) for index in range(len(axes))]
-    mesh = DeviceMesh.from_group(mine, device_type, mesh=ranks, mesh_dim_names=axes)
-    mesh.etc_world = number  # type: ignore[attr-defined]
-    return mesh
+    return DeviceMesh.from_group(mine, device_type, mesh=ranks, mesh_dim_names=axes)
 
 
 def init_default_group(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ _CONTENTS: Final[dict[str, Callable[[], Any]]] = {
 
 
 class Contents:
-    """What c10d stores about one world, and the connections of its gloo groups."""
+    """What c10d stores about one world, the connections of its gloo groups, and the meshes that were made in it."""
 
     default_pg: dist.ProcessGroup | None
     pg_names: dict[dist.ProcessGroup, str]
@@ -54,6 +55,7 @@ class Contents:
             setattr(self, name, empty())
         self.connections = connections or Connections()
         self.group_count = self.first_group = first_group
+        self.meshes: list[weakref.ref[DeviceMesh]] = []
 
 
 class _SwappableWorld(c10d_world.WorldObject):
@@ -105,12 +107,14 @@ class World:
     def close(self) -> None:
         """Shut down every group of this world, including groups that user code made in it. Safe to call twice.
 
-        Sockets and threads end with the last reference to a group. The references of the mesh are dropped here.
+        Sockets and threads end with the last reference to a group. Those of the meshes are dropped here.
         """
         close_groups(self.contents)
         self.groups.clear()
-        forget_groups(self.mesh)
-        forget_groups(self.expert_mesh)
+        for known in self.contents.meshes:
+            if (mesh := known()) is not None:
+                forget_groups(mesh)
+        self.contents.meshes.clear()
 
 
 original_excepthook = sys.excepthook
@@ -133,7 +137,9 @@ def install() -> None:
     world = _SwappableWorld()
     c10d_world.replace_world_object(world)
     c10d_world.prefix_hashed_names(lambda: f"{world.contents.first_group}_")
-    tell_meshes_apart()
+    tell_meshes_apart(
+        lambda: world.contents.first_group, lambda mesh: world.contents.meshes.append(weakref.ref(mesh))
+    )
     dist.init_process_group = c10d.init_process_group = _explaining(c10d.init_process_group)  # type: ignore[assignment]
 
 
