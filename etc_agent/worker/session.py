@@ -16,6 +16,7 @@ from etc_agent.integrations.native import TrainState
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.elastic import Elastic
+from etc_agent.worker.clipping import Clipping
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.course import Course
 from etc_agent.worker.data.batch import Microbatch, Place
@@ -49,6 +50,7 @@ class Session:
         self._step: Step | None = None
         self._sample_ids: Sequence[int] = ()
         self._draws = Draws(settings.seed)
+        self._clipping: tuple[int, Clipping] | None = None
         self._allow_step: Callable[[], None] = lambda: None
 
     # -- what the script uses --------------------------------------------------------------------------------------
@@ -144,6 +146,26 @@ class Session:
     def sample_ids(self, step: int) -> range:
         """The numbers, in the job's sequence, of the samples that this dp rank takes in `step`."""
         return replace(self._place(), step=step).ids()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients of ``state.model`` so that the norm of all of them together is at most `max_norm`;
+        return the norm that they had, equal on every rank. As ``torch.nn.utils.clip_grad_norm_`` does for an unsharded
+        model, for every config: DTensors on different meshes, pipeline stages, weights that several stages hold under
+        one name.
+
+        Collective over all ranks, in one all-reduce. The gradients have to be reduced over dp before: a script that
+        does so by hand calls it afterwards. With a gradient scaler, ``scaler.unscale_(optimizer)`` comes before.
+
+        Raises:
+            RuntimeError: the norm is not finite, with `error_if_nonfinite`.
+            ValueError: a gradient is a DTensor whose parts are not summed up.
+        """
+        live = self._live()
+        if self._clipping is None or self._clipping[0] != live.id:
+            self._clipping = live.id, Clipping.of(live.state.model, live.parallel)
+        return self._clipping[1].clip(max_norm, norm_type, error_if_nonfinite)
 
     def loader(
         self,
