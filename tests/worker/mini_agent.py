@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
-from etc_agent.control.channel import JOINING_VARIABLE, SOCKET_VARIABLE, Channel
+from etc_agent.control.channel import JOINING_VARIABLE, SOCKET_VARIABLE, STACKS_SIGNAL, Channel
 from etc_agent.control.environment import generation_variables
 from etc_agent.control.messages import (
     Agreed,
@@ -129,12 +129,21 @@ class MiniAgent:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._listener.close()
+        if error is not None:
+            self._ask_for_stacks()
         for worker in [*self.workers.values(), *self.gone]:
             if worker.process.is_alive():
                 worker.process.kill()
             worker.process.join()
         if error is not None:
             sys.stderr.write(self.logs())
+
+    def _ask_for_stacks(self) -> None:
+        """Have every worker that lives write the stacks of its threads to its log."""
+        for worker in self.workers.values():
+            if worker.channel is not None and worker.process.is_alive():
+                os.kill(worker.process.pid, STACKS_SIGNAL)
+        time.sleep(0.3)
 
     def logs(self) -> str:
         written = (path for path in sorted(self.directory.glob("worker-*.log")) if path.stat().st_size)

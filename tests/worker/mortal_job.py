@@ -1,7 +1,8 @@
 """A job of which workers are killed at named points (`deaths`): each step's state is written down, as a digest.
 
 The fault says which: ``{"model": KIND, "die": POINT, "slot": INDEX, "at": STEP}``. With ``{"gates": [STEP, ...]}`` the
-workers wait before the vote of those steps, for a test to open them.
+workers wait before the vote of those steps, for a test to open them; with ``{"uncut": INDEX}`` no connection of that
+worker can be cut.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import etc_agent as etc
 from etc_agent.integrations.native import shards_of
+from etc_agent.worker.world.connections import Connections
 
 WIDTH = 16
 Train = Callable[[etc.TrainState, etc.ParallelContext, torch.Tensor], torch.Tensor]
@@ -182,9 +184,11 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
     is_mortal = os.environ["LOCAL_RANK"] == str(fault.get("slot"))
     if is_mortal and fault.get("die", deaths.IN_A_STEP[0]) not in deaths.IN_A_STEP:
         deaths.die_in_a_change(fault["die"])
+    if os.environ["LOCAL_RANK"] == str(fault.get("uncut")):
+        Connections.cut = lambda self: 0  # type: ignore[method-assign]
     with etc.session(
         kind.build, global_batch=12, seed=7, timeout_s=60.0, switch_timeout_s=60.0, loss_timeout_s=30.0,
-        migration=fault.get("migration", "auto"),
+        migration=fault.get("migration", "auto"), abort_timeout_s=fault.get("abort_timeout_s", 60.0),
     ) as session:
         data = getattr(kind, "samples", None) or Samples()
         for step in session.steps(num_steps):

@@ -206,9 +206,9 @@ class Attempt:
 
     def _cut(self) -> None:
         """Close the change's connections: peers that wait for this worker fail now instead of at their timeout."""
+        self._prepared.connections.hang_up()
         if self._has_completed:
-            self._prepared.connections.cut()  # all else stays, since this worker may still have to enter
-            return
+            return  # all else stays, since this worker may still have to enter
         self._prepared.close()
         # Schedules and tracebacks form reference cycles, and a group keeps its sockets open until it is collected.
         gc.collect()

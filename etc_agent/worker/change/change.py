@@ -215,6 +215,7 @@ class Change:
         if self._end is not End.TAKEN:
             # Modules, schedules and tracebacks form reference cycles, and a group keeps its sockets until collected.
             gc.collect()
+            self.connections.close()
 
     def _await_predecessor(self) -> None:
         before, self._before = self._before, None
@@ -236,7 +237,7 @@ class Change:
             return
         except Exception as error:
             # Peers that wait for this worker fail now instead of at their timeout.
-            self.connections.cut()
+            self.connections.hang_up()
             with self._changed:
                 is_wanted = self._end is None
             if is_wanted:

@@ -41,6 +41,7 @@ from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.loss.latch import Latch
+from etc_agent.worker.loss.stuck import Stuck, end_this_worker
 from etc_agent.worker.model import Build, describe
 from etc_agent.worker.process.position import Whereabouts, dump_stacks
 from etc_agent.worker.settings import Settings
@@ -48,6 +49,8 @@ from etc_agent.worker.settings import Settings
 _log = logging.getLogger(__name__)
 
 _CUT_AGAIN_S = 0.1
+_STUCK_S = 10.0
+"""Seconds after which an operation that was cut will not end any more."""
 _CLOSE_S = 3.0
 """Seconds to wait, when the session ends, for an aborted change. What is left then ends with the process."""
 
@@ -323,8 +326,12 @@ class Conversation:
 
     def _cut_on(self) -> None:
         """Cut again what was connected meanwhile, until the main thread has come to wait for the others' agreement."""
+        limit_s = min(_STUCK_S, self._settings.abort_timeout_s)
+        stuck = Stuck(self._whereabouts.position, limit_s)
         while not self._latch.await_heard(_CUT_AGAIN_S):
             self._cut()
+            if stuck.look():
+                end_this_worker(self._whereabouts.position(), limit_s)
 
     # -- describing ------------------------------------------------------------------------------------------------
 

@@ -42,10 +42,20 @@ class ChangeConnections:
     side: Connections = field(default_factory=Connections)
 
     def cut(self) -> None:
-        """Have every operation of the groups fail, from any thread. The store's connection is left alone."""
-        self.all_workers.cut()
-        self.side.cut()
-        self.world.cut()
+        """Have every operation of the groups fail that this worker waits in, from any thread. The store's connection is
+        left alone."""
+        for each in (self.all_workers, self.side, self.world):
+            each.cut()
+
+    def hang_up(self) -> None:
+        """Have every operation of the groups fail that other workers wait in. This one waits in none."""
+        for each in (self.all_workers, self.side, self.world):
+            each.hang_up()
+
+    def close(self) -> None:
+        """The groups are gone: close what is left of their connections."""
+        for each in (self.all_workers, self.side, self.world):
+            each.close()
 
 
 class GroupMaker:

@@ -1,8 +1,13 @@
 """The TCP connections of the gloo groups of a change or a generation, so that they can be cut.
 
-gloo cannot abort an operation, but every thread that waits in one returns with an error when its sockets are shut down.
-Each group listens on a port of its own, and every connection of the group has that port at one end. So connections are
-recognised by their ports, and those of the store, of the script and of other generations are never touched.
+gloo cannot abort an operation, but it reports the end of a connection to the operations that use it. Each group listens
+on a port of its own, and every connection of the group has that port at one end. So connections are recognised by their
+ports, and those of the store, of the script and of other generations are never touched.
+
+The end of a connection is reported to all operations except a message that is half received, and one that could not
+be written. So a connection is shut down in one direction only, and stays open until its `Connections` is dropped: if
+writing failed first, on this side or because this side no longer takes what the other one writes, the operation whose
+message that was would wait for its timeout.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import os
 import socket
 import stat
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
@@ -26,7 +32,7 @@ _listens = threading.Lock()
 
 
 class Connections:
-    """The connections of some gloo groups. `cut` may be called from any thread.
+    """The connections of some gloo groups. `cut` and `hang_up` may be called from any thread.
 
     Attributes:
         waits: the waits for operations over them, which `cut` ends.
@@ -36,6 +42,9 @@ class Connections:
         self.waits = Waits()
         self._listening: dict[int, Endpoint] = {}
         self._peers: frozenset[Endpoint] = frozenset()
+        self._kept: dict[int, int] = {}  # inode -> a descriptor
+        self._shutting = threading.Lock()
+        weakref.finalize(self, _close_all, self._kept)
 
     def listen(self, make_devices: Callable[[], Sequence[T]]) -> tuple[list[Endpoint], Sequence[T]]:
         """Return the ports on which the devices listen that ``make_devices()`` makes, one for each, and the devices.
@@ -57,18 +66,41 @@ class Connections:
         self._peers = self._peers | frozenset(peers)
 
     def cut(self) -> int:
-        """Shut down every connection of the groups; returns how many there were."""
+        """Have every operation of this process fail; returns how many connections there were. The other processes cut
+        for themselves: what they still send is taken and dropped."""
+        num_cut = self._shut_all(socket.SHUT_RD)
+        self.waits.end()
+        return num_cut
+
+    def hang_up(self) -> int:
+        """Have every operation of the other processes fail. This one has none under way. Returns how many connections
+        there were."""
+        return self._shut_all(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close what `cut` and `hang_up` have kept open: the groups are gone. Without this it is closed with the last
+        reference to this object."""
+        with self._shutting:
+            _close_all(self._kept)
+
+    def _shut_all(self, direction: int) -> int:
         present = _listening_sockets()
         own = {endpoint for inode, endpoint in self._listening.items() if present.get(inode) == endpoint}
-        num_cut = 0
+        num_shut = 0
         for each in _own_sockets():
             with each:
                 near, far = _endpoint(each.getsockname()), _far_end(each)
                 if far is not None and (near in own or far in self._peers):
-                    _shut(each)
-                    num_cut += 1
-        self.waits.end()
-        return num_cut
+                    self._keep(each)
+                    _shut(each, direction)
+                    num_shut += 1
+        return num_shut
+
+    def _keep(self, connection: socket.socket) -> None:
+        with self._shutting:
+            inode = os.fstat(connection.fileno()).st_ino
+            if inode not in self._kept:
+                self._kept[inode] = os.dup(connection.fileno())
 
 
 class StoreConnection:
@@ -90,7 +122,7 @@ class StoreConnection:
         for each in _own_sockets():
             with each:
                 if os.fstat(each.fileno()).st_ino == self._inode:
-                    _shut(each)
+                    _shut(each, socket.SHUT_RDWR)
 
 
 def _inodes_to(port: int) -> set[int]:
@@ -138,9 +170,9 @@ def _far_end(connection: socket.socket) -> Endpoint | None:
         return None
 
 
-def _shut(connection: socket.socket) -> None:
+def _shut(connection: socket.socket, direction: int) -> None:
     try:
-        connection.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(direction)
     except OSError:
         pass  # the peer has closed it already
 
@@ -148,3 +180,8 @@ def _shut(connection: socket.socket) -> None:
 def _endpoint(name: tuple) -> Endpoint:
     address = ipaddress.ip_address(name[0].partition("%")[0])
     return str(getattr(address, "ipv4_mapped", None) or address), name[1]
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
