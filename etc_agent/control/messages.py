@@ -201,6 +201,14 @@ class Raised:
     kind: ErrorKind = ErrorKind.RAISED
 
 
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The session has been closed in order: its steps are done, or the script has left them by its own decision. A
+    worker that exits with code 0 without having said this may still be needed by the others."""
+
+    type: ClassVar[str] = "closed"
+
+
 # ---- agent -> worker ----------------------------------------------------------------------------------------------
 
 
@@ -299,14 +307,14 @@ class Finish:
 
 Message = (
     Hello | Described | Prepared | Refused | Switched | FirstStep | Progress | Heartbeat | Plain | Position | Raised
-    | Signalled | Frozen | PeerLost | Warm
+    | Signalled | Frozen | PeerLost | Warm | Closed
     | Begin | Describe | WhereAreYou | Prepare | Armed | Withdrawn | Committed | Freeze | Agreed | Finish
 )
 _TYPES: dict[str, type[Message]] = {
     message.type: message
     for message in (
         Hello, Described, Prepared, Refused, Switched, FirstStep, Progress, Heartbeat, Plain, Position, Raised,
-        Signalled, Frozen, PeerLost, Warm,
+        Signalled, Frozen, PeerLost, Warm, Closed,
         Begin, Describe, WhereAreYou, Prepare, Armed, Withdrawn, Committed, Freeze, Agreed, Finish,
     )
 }

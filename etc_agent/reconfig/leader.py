@@ -23,6 +23,7 @@ from etc_agent.reconfig.following import follow
 from etc_agent.reconfig.foresight import foresee
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, end, roles_of, start_fresh, store_on
 from etc_agent.reconfig.given_up import only_of_the_model, retry_in_s, with_refusal
+from etc_agent.reconfig.losses import with_those_that_left
 from etc_agent.reconfig.proposals import with_stop_time
 from etc_agent.reconfig.records import Current, Outcome, Phase, Refusal, Reply, Request, Result, first_refusal
 from etc_agent.reconfig.recovery import handle, recover
@@ -43,6 +44,7 @@ from etc_agent.reconfig.wanted import parse_wanted
 
 def decide(view: View) -> Decision:
     """The leader's next action. See the module docstring."""
+    view = with_those_that_left(view)
     try:
         if view.current.outcome is not Outcome.RUNNING:
             return Wait()

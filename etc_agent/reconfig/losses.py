@@ -44,6 +44,25 @@ class Lost:
     offenders: tuple[str, ...] = ()
 
 
+def with_those_that_left(view: View) -> View:
+    """`view` with the failures of workers that have exited with code 0 out of an open session, as far as the others
+    miss them: an operation with one of them has failed, or a loss is being handled. Where nobody does, all come to
+    the script's end in this way."""
+    committed = view.current.committed
+    acks = {key: ack for key, ack in view.acks.items() if key[0] == committed}
+    disturbed = any(ack.peer_lost or any(each.kind in OF_OTHERS for each in ack.failed) for ack in acks.values())
+    if view.current.loss is None and not disturbed:
+        return view
+    missed = {key: _with_failures(ack) for key, ack in acks.items() if ack.left}
+    return replace(view, acks={**view.acks, **missed}) if missed else view
+
+
+def _with_failures(ack: Ack) -> Ack:
+    why = "it ended with exit code 0 before its session was closed, and the others still needed it"
+    failed = (*ack.failed, *(Failure(slot, FailureKind.SILENT, 1, why) for slot in ack.left))
+    return replace(ack, failed=failed, failure=first_cause(failed), finished=False)
+
+
 def can_continue(view: View, committed: Generation) -> bool:
     """Whether the workers of `committed` can go on without some of them: every one has opened a session, and none has
     come to the script's end."""

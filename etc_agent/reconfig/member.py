@@ -6,7 +6,7 @@ messages into the node's acknowledgement.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from etc_agent.control.causes import ErrorKind
@@ -25,6 +25,8 @@ from etc_agent.reconfig.parts import base_of, committed_line, indices, participa
 from etc_agent.reconfig.records import (
     Ack,
     Current,
+    Failure,
+    FailureKind,
     Outcome,
     Phase,
     Refusal,
@@ -205,12 +207,14 @@ def summarise(
         different = "two workers of one node computed different migration plans"
         refusals = [Refusal(f"{node}/{members[0].index}", ErrorKind.RAISED, different)]
     failures = {worker.index: worker.failure for worker in (*holding, *members) if worker.failure}
+    failures |= _ended_early(node, generation, [own[index] for index in sorted(new) if index in own])
     waiting = [
         Refusal(f"{node}/{worker.index}", message.kind, message.error)
         for worker in members
         if worker.is_running and (message := worker.peer_lost.get(generation.id))
     ]
-    finished = complete and all(_finished(worker, generation.id) for worker in holding)
+    ended = [worker for worker in holding if _finished(worker, generation.id)]
+    finished = complete and len(ended) == len(holding)
     return Ack(
         generation.id,
         node,
@@ -222,7 +226,8 @@ def summarise(
         has_stepped=any(worker.has_stepped for worker in holding),
         finished=finished,
         lost=bool(slots) and generation.id <= lost_up_to and not finished,
-        ended=next((f"{node}/{worker.index}" for worker in holding if _finished(worker, generation.id)), ""),
+        ended=next((f"{node}/{worker.index}" for worker in ended if worker.has_closed or not worker.in_session), ""),
+        left=tuple(f"{node}/{worker.index}" for worker in ended if worker.in_session and not worker.has_closed),
         failure=first_cause(failures.values()),
         failed=tuple(failures[index] for index in sorted(failures)),
         peer_lost=first_refusal(waiting),
@@ -238,6 +243,18 @@ def summarise(
         phases_ms=slowest(message.phases_ms for message in switched),
         prepare_ms=slowest(message.phases_ms for message in prepared if message),
     )
+
+
+def _ended_early(node: str, generation: Generation, joining: Iterable[WorkerView]) -> dict[int, Failure]:
+    """The failures of workers that have exited with code 0 before they had joined `generation`."""
+    if generation.is_fresh:
+        return {}
+    why = "it ended with exit code 0 before it had joined"
+    return {
+        worker.index: Failure(f"{node}/{worker.index}", FailureKind.SILENT, 1, why)
+        for worker in joining
+        if worker.exit_code == 0 and generation.id not in worker.switched
+    }
 
 
 def _finished(worker: WorkerView, generation: int) -> bool:

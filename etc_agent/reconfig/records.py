@@ -247,7 +247,8 @@ class Ack(_Json):
     worker cannot take part; of several, the one that most likely caused the others. `switched`: every worker is past
     the migration vote. `lost`: the node has lost its workers of this generation, because it was cut off from etcd or is
     a new instance. `has_stepped`: a worker has completed a training step. `ended`: the slot of a worker that has exited
-    with code 0, if there is one. `step`: the first step of the generation, once known. `stop_ms`, `phases_ms`: of the
+    with code 0, after it had closed its session if it had one. `left`: the slots of workers that have exited with
+    code 0 out of an open session. `step`: the first step of the generation, once known. `stop_ms`, `phases_ms`: of the
     slowest worker; bytes are sums over the node's workers. `contact`: ``host:port`` at which the node's agent answers
     other agents, also after its record has gone from etcd. `frozen`: the last answers of its workers to `Freeze`, as
     one (`freezing.frozen_here`). `failed`: every worker of the generation that has failed, of which `failure` is the
@@ -266,6 +267,7 @@ class Ack(_Json):
     lost: bool = False
     has_stepped: bool = False
     ended: str = ""
+    left: tuple[str, ...] = ()
     failure: Failure | None = None
     step: int = 0
     sent_bytes: int = 0
@@ -291,6 +293,7 @@ class Ack(_Json):
         return replace(
             ack,
             failed=tuple(Failure.from_json(each) for each in failed),
+            left=tuple(ack.left),
             peer_lost=Refusal.from_json(peer_lost) if peer_lost else None,
             frozen=Frozen(**_known(Frozen, frozen)) if frozen else None,
             failure=Failure.from_json(failure) if failure else None,

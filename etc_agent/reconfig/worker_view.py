@@ -15,7 +15,8 @@ class WorkerView:
 
     `exit_code`: None while it runs. `in_session`: it has sent Hello. `began_at`: the first step of the generation that
     it was started for. `told`: messages already sent to it, by type and generation. `is_plain`: it runs no session and
-    never will. `has_stepped`: it has completed a training step. The messages of the worker itself are by
+    never will. `has_stepped`: it has completed a training step. `has_closed`: it has closed its session in order. The
+    messages of the worker itself are by
     generation, those in `frozen` by the number of the loss.
     """
 
@@ -25,6 +26,7 @@ class WorkerView:
     began_at: int = 0
     is_plain: bool = False
     has_stepped: bool = False
+    has_closed: bool = False
     exit_code: int | None = None
     failure: Failure | None = None
     told: frozenset[tuple[str, int]] = frozenset()

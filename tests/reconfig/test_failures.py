@@ -199,7 +199,7 @@ def test_the_cause_is_named_and_not_the_peer_that_noticed() -> None:
 
 def test_a_rank_that_left_early_is_named_and_not_the_peer_that_needed_it() -> None:
     cluster = started(Policy(1, 1, num_slots=2), "a")
-    cluster.workers["a"][1] = replace(cluster.workers["a"][1], exit_code=0)
+    cluster.workers["a"][1] = replace(cluster.workers["a"][1], exit_code=0, has_closed=True)
     cluster.fail("a", 0, Failure("a/0", FailureKind.PEER_LOST, 1, "Connection reset by peer"))
     cluster.failed_s = 1e9
     cluster.run()

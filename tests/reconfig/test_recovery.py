@@ -518,3 +518,74 @@ def test_where_memory_was_released_and_all_survivors_have_completed_the_migratio
     assert cluster.committed.previous == 2
     assert not cluster.committed.is_fresh
     cluster.assert_consistent()
+
+
+def leave(cluster: Cluster, node: str, index: int, *, has_closed: bool = False) -> None:
+    """A worker exits with code 0."""
+    worker = cluster.workers[node][index]
+    cluster.workers[node][index] = replace(worker, exit_code=0, has_closed=has_closed)
+
+
+def test_a_worker_that_exits_with_code_0_out_of_its_session_is_lost_as_soon_as_another_one_misses_it() -> None:
+    cluster = four()
+    leave(cluster, "b", 1)
+    cluster.run()
+    assert cluster.committed.id == 1, "perhaps all of them come to the end of the script in this way"
+    lost_peer(cluster, "a", 1)
+    cluster.run()
+    assert cluster.committed.lost == (Slot("b", 1),)
+    assert "b/1 failed: it ended with exit code 0 before its session was closed" in cluster.committed.reason
+    assert cluster.committed.trigger is Trigger.WORKER_ENDED
+    assert cluster.current.restarts == 0
+    cluster.assert_consistent()
+
+
+def test_workers_that_all_exit_with_code_0_out_of_their_sessions_have_finished_the_job() -> None:
+    cluster = four()
+    for node, index in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
+        leave(cluster, node, index)
+        cluster.run()
+    assert (cluster.current.outcome, cluster.current.losses) == (Outcome.SUCCEEDED, 0)
+
+
+def test_a_worker_that_has_closed_its_session_has_come_to_the_end_of_the_script() -> None:
+    cluster = four()
+    leave(cluster, "b", 1, has_closed=True)
+    lost_peer(cluster, "a", 1)
+    cluster.run()
+    assert cluster.current.loss is None
+
+
+@pytest.mark.parametrize("phase", ["freezing", "proposed", "armed"])
+def test_a_survivor_that_exits_with_code_0_during_the_recovery_is_lost_too(phase: str) -> None:
+    cluster = four()
+    stop_at(cluster, phase)
+    kill(cluster, "b", 1)
+    cluster.run()
+    leave(cluster, "a", 1)
+    cluster.run()
+    go_on(cluster)
+    cluster.run()
+    assert cluster.config == "PP2TP1DP1"
+    assert set(cluster.committed.placement) == {Slot("a", 0), Slot("b", 0)}
+    assert cluster.current.restarts == 0
+    cluster.assert_consistent()
+
+
+def test_a_spare_that_exits_with_code_0_before_it_has_joined_a_recovery_is_not_waited_for() -> None:
+    cluster = four(replace(STAGES, max_nodes=3))
+    cluster.join("c")
+    cluster.nodes["c"] = replace(cluster.nodes["c"], spares=(1,))
+    cluster.is_slow = True
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert cluster.current.proposed == 2
+    leave(cluster, "c", 1)
+    cluster.is_slow = False
+    cluster.nodes["c"] = replace(cluster.nodes["c"], spares=())
+    cluster.run()
+    assert cluster.history[2].outcome == "withdrawn"
+    assert "c/1: it ended with exit code 0 before it had joined" in cluster.history[2].why
+    assert cluster.committed.previous == 1
+    assert cluster.current.restarts == 0
+    cluster.assert_consistent()

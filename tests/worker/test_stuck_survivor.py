@@ -1,4 +1,4 @@
-"""A survivor that does not come free of an operation with other workers ends itself, and the others go on without it."""
+"""A survivor that does not come free of an operation with other workers ends itself; the others go on without it."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.signals import catches
 from etc_agent.control.channel import Channel, MessageTooLargeError
 from etc_agent.control.messages import (
+    Closed,
     Described,
     Finish,
     FirstStep,
@@ -82,6 +83,7 @@ class LocalWorker:
     in_session: bool = False
     began_at: int = 0
     is_plain: bool = False
+    has_closed: bool = False
 
     @property
     def exit_code(self) -> int | None:
@@ -123,6 +125,7 @@ class LocalWorker:
             began_at=self.began_at,
             is_plain=self.is_plain and not self.in_session,
             has_stepped=self.progress is not None,
+            has_closed=self.has_closed,
             exit_code=self.exit_code,
             failure=self._failure(),
             told=frozenset(self.told),
@@ -338,6 +341,8 @@ class LocalWorkers:
                 worker.position = message
             case Plain():
                 worker.is_plain = True
+            case Closed():
+                worker.has_closed = True
             case Described():
                 return message
             case Prepared() | Refused() | Switched() | FirstStep() | PeerLost():

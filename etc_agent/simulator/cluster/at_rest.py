@@ -158,7 +158,7 @@ class Cluster:
     def finish(self) -> None:
         for workers in self.workers.values():
             for index, worker in workers.items():
-                workers[index] = replace(worker, exit_code=0)
+                workers[index] = replace(worker, exit_code=0, has_closed=True)
 
     # ---- time passes ------------------------------------------------------------------------------------------
 

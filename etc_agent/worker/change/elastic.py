@@ -10,7 +10,7 @@ import time
 
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.control.channel import Channel
-from etc_agent.control.messages import FirstStep, Position, Progress, Raised, Refused, Switched
+from etc_agent.control.messages import Closed, FirstStep, Position, Progress, Raised, Refused, Switched
 from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.activation import run_activate, settle
@@ -145,6 +145,8 @@ class Elastic:
             self._conversation.send(self._progress())
         if self._saver is not None:
             self._saver.close(error)
+        if error is None:
+            self._conversation.send(Closed())
         self._conversation.close()
         live, self.live = self.live, None
         if live is not None:

@@ -59,8 +59,8 @@ def end_this_worker(position: Position, limit_s: float) -> None:
     """End this process by SIGKILL, which its agent takes for a loss like any other."""
     dump_stacks()
     _log.error(
-        "workers were lost, and step %d at %s has not broken off within %g s (abort_timeout_s, at most 10): this worker "
-        "ends itself, so that the others can go on without it", position.step, position.where, limit_s,
+        "workers were lost, and step %d at %s has not broken off within %g s (abort_timeout_s, at most 10): this "
+        "worker ends itself, so that the others can go on without it", position.step, position.where, limit_s,
     )
     sys.stdout.flush()
     sys.stderr.flush()
