@@ -35,6 +35,12 @@ class LiveGeneration:
         if self.model is None:
             self.model = self.state.model
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Every process group of this generation, those included that the script has made in its world."""
+        own = [self.vote.group] if self.vote is not None else []
+        return [*self.world.contents.pg_names, *own, *([self.copies] if self.copies is not None else [])]
+
     def cut(self) -> None:
         """Have every operation with peers fail, in every thread. The votes first: a script that catches the error of a
         collective of its own must not come to vote with the others."""

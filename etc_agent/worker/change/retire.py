@@ -15,6 +15,7 @@ from etc_agent.errors import one_line
 from etc_agent.torch_private.imports import import_compiler
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.live import LiveGeneration
+from etc_agent.worker.world.swap import World
 
 _log = logging.getLogger(__name__)
 
@@ -67,30 +68,51 @@ class Retirements:
             return self._changed.wait_for(lambda: not self._num_left, timeout_s)
 
     def _retire(self, retired: Retired) -> None:
+        groups = _groups_of(retired)
         try:
-            _free(retired)
+            worlds = _free_memory(retired)
         finally:
             with self._changed:
                 self._num_left -= 1
                 self._changed.notify_all()
+        # Nobody waits for what follows: it may take until the timeout of a group, of which gloo has lost an operation.
+        for work in retired.last_sends:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                _log.info("a worker left before it was told to: %s", one_line(error))
+        retired.last_sends.clear()
+        for world in worlds:
+            world.close()
+        worlds.clear()
+        gc.collect()
+        while groups:
+            # Here and not in a garbage collection, which would stand still in the whole process meanwhile.
+            groups.pop()
 
 
-def _free(retired: Retired) -> None:
-    for work in retired.last_sends:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            _log.info("a worker left before it was told to: %s", one_line(error))
-    retired.last_sends.clear()
+def _groups_of(retired: Retired) -> list[dist.ProcessGroup]:
+    """The groups that are to be closed. Whoever drops the last reference to one waits for the operations in it."""
+    groups = [retired.prepared.group]
+    # The world in `next` is the one in force now, if it was entered.
+    for live in (retired.old, None if retired.is_entered else retired.prepared.next):
+        groups += live.groups if live is not None else []
+    return groups
+
+
+def _free_memory(retired: Retired) -> list[World]:
+    """Free what takes memory; returns the worlds that are left to be closed."""
+    worlds = []
     if retired.old is not None:
         if retired.old.copier is not None:
             retired.old.copier.close()
-        retired.old.world.close()
+        worlds.append(retired.old.world)
         retired.old = None
-    if retired.is_entered:
-        # The world in `next` is the one in force now, so it stays open.
-        retired.prepared.next = None
-    retired.prepared.close()
-    del retired.prepared
+    prepared = retired.prepared
+    if prepared.next is not None and not retired.is_entered:
+        worlds.append(prepared.next.world)
+    prepared.next = None
+    prepared.close()
     # Modules, schedules and hooks form reference cycles, and a group keeps its sockets and threads until collected.
     gc.collect()
+    return worlds
