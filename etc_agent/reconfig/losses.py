@@ -24,9 +24,10 @@ from etc_agent.reconfig.failures import (
     patience_s,
 )
 from etc_agent.reconfig.parts import base_of
-from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, first_cause, first_refusal
+from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, Refusal, first_cause, first_refusal
 from etc_agent.reconfig.view import View, Wait
 
+_MOST_NAMES = 3
 _FREE = 2
 """Recoveries in a row without a completed step between them that do not count as restarts: two faults may come soon
 after each other."""
@@ -100,7 +101,8 @@ def look(view: View, committed: Generation, acks: list[Ack]) -> Lost | Verdict |
     absent = [node for node in members if node not in view.live]
     if absent:
         # The node may come back. Until it is certainly lost, its workers could meet those of the next generation.
-        return Wait(max(view.policy.lost_s - view.connected_s, *map(view.fenced_in_s, absent)))
+        seconds = max(view.policy.lost_s - view.connected_s, *map(view.fenced_in_s, absent))
+        return Wait(seconds, f"the lease of {names(absent)} is over; waiting until its workers must have stopped")
     return _by_appearance(view, committed, acks, failed)
 
 
@@ -133,11 +135,22 @@ def _by_appearance(
     joiner = first_cause(failure for ack in new for failure in ack.failed if not failure.kind.is_hang)
     patient_s = view.policy.blame_s if len(committed.nodes) == 1 else max(view.policy.blame_s, view.policy.lost_s)
     if joiner is None and view.failed_s < patient_s:
-        return Wait(patient_s - view.failed_s)
+        return Wait(patient_s - view.failed_s, _in_suspense(view, committed, acks, told, patient_s))
     if joiner is not None:
         return Lost(view.current, (), described(view, joiner))
     failure = Failure(told.slot, FailureKind.PEER_LOST, 1, told.error)
     return _cut(view, acks, failure, f"the worker on {told.slot} lost the connection to a peer: {told.error}")
+
+
+def _in_suspense(view: View, committed: Generation, acks: list[Ack], told: Refusal, patient_s: float) -> str:
+    """Why nothing happens for so long, for people."""
+    what = f"{told.slot} lost the connection to a peer ({told.error}), and no worker is known to have ended"
+    if len(committed.nodes) == 1:
+        return f"{what}; waiting up to {patient_s:g} s for an explanation"
+    heard = {ack.node for ack in acks if ack.peer_lost}
+    silent = [node for node in committed.nodes if node not in heard]
+    who = f"{names(silent)}" if 0 < len(silent) <= _MOST_NAMES else "one of the nodes"
+    return f"{what}; perhaps {who} is lost, which the end of its lease will show within {patient_s:g} s"
 
 
 def _cut(view: View, acks: list[Ack], failure: Failure, why: str) -> Lost | Verdict:

@@ -13,9 +13,10 @@ from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.leader import decide
 from etc_agent.reconfig.member import summarise
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
-from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.view import Policy, Wait
 from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.simulator.cluster.at_rest import Cluster
 
@@ -257,6 +258,16 @@ def test_a_connection_that_was_cut_heals_in_place_when_nobody_turns_out_to_be_de
     assert cluster.config == "PP2TP1DP2"
     assert cluster.current.restarts == 0
     cluster.assert_consistent()
+
+
+def test_while_a_node_may_be_lost_the_leader_says_which_one_and_for_how_long_it_waits() -> None:
+    cluster = four()
+    lost_peer(cluster, "a", 0)
+    cluster.run()
+    decision = decide(cluster.view())
+    assert isinstance(decision, Wait)
+    assert "a/0 lost the connection to a peer (Connection reset by peer)" in decision.why
+    assert decision.why.endswith("perhaps node b is lost, which the end of its lease will show within 12 s")
 
 
 def test_a_cut_that_new_groups_do_not_heal_is_a_restart_within_the_budget() -> None:
