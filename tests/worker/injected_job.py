@@ -168,7 +168,7 @@ def install_hooks() -> None:
         FATE.is_voting = False
         if FATE.meets("in_vote"):
             values = torch.tensor([int(value) for value in astuple(ballot[0])], dtype=torch.int32)
-            work = self._group.allreduce([values], dist.AllreduceOptions())
+            work = self.group.allreduce([values], dist.AllreduceOptions())
             FATE.at("in_vote")
             work.wait()
         result = cast(self, *ballot)
