@@ -3,8 +3,8 @@
     injected_job.py FOLDER NUM_STEPS PAUSE_S [JSON]
 
 The JSON object may have `model` ("gpt", with pipeline stages and microbatches; "ddp", DistributedDataParallel with
-several buckets; "fsdp", sharded over dp) and `gates`: steps that do not begin before a planned change is armed, so that
-it takes place exactly at their end. ``gate-<step>`` appears in FOLDER when the job waits for it.
+several buckets; "fsdp", sharded over dp; "hsdp", sharded over the axis tp with replicas over dp) and `gates`: steps that
+do not begin before a planned change is armed, so that it takes place exactly at their end. ``gate-<step>`` appears in FOLDER when the job waits for it.
 
 Each rank writes a JSON line per step that was applied: its place, a hash of its state before the step, and what it
 trained on. A file ``die-<step>.json`` in FOLDER makes a rank die in that step, ``die-change.json`` a worker in the next
@@ -63,7 +63,8 @@ class Death:
 
     `who`: a rank of the generation that runs the step, or of the one before a change; in a change also "joiner" or
     "leaver". `point`: one of `STEP_POINTS`, in a change of `CHANGE_POINTS`. `pids`: what the victim kills at that
-    point; itself if empty. `stops`: it is stopped instead, until somebody kills it. `blind`: ranks that do not see the
+    point; itself if empty. `stops`: it is stopped instead, until somebody kills it. `exits`: it ends with exit code 0,
+    without a word to anybody. `blind`: ranks that do not see the
     result of the vote of that step, although others do.
     """
 
@@ -71,6 +72,7 @@ class Death:
     point: str
     pids: list[int] = field(default_factory=list)
     stops: bool = False
+    exits: bool = False
     blind: list[int] = field(default_factory=list)
 
     def write(self, folder: Path, step: int | str = "change") -> None:
@@ -81,6 +83,8 @@ class Death:
 
     def strike(self) -> None:
         own = os.getpid()
+        if self.exits:
+            os._exit(0)
         for pid in [pid for pid in self.pids if pid != own]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -324,6 +328,15 @@ def build_fsdp(parallel: etc.ParallelContext) -> etc.TrainState:
     return watched(etc.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3), init=start))
 
 
+def build_hsdp(parallel: etc.ParallelContext) -> etc.TrainState:
+    if parallel.config.pp > 1:
+        raise ValueError(f"{parallel.config}: this model has no stages")
+    model = Net()
+    for layer in (*model.layers, model):
+        fully_shard(layer, mesh=parallel.mesh["dp", "tp"])
+    return watched(etc.TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-3), init=start))
+
+
 def train_fsdp(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch.Tensor) -> float:
     loss = ((state.model(batch) - torch.cos(batch)) ** 2).mean()
     loss.backward()
@@ -351,7 +364,8 @@ def train_ddp(state: etc.TrainState, parallel: etc.ParallelContext, batch: torch
     return whole.item()
 
 
-MODELS = {"gpt": (training.train, build_gpt), "ddp": (train_ddp, build_ddp), "fsdp": (train_fsdp, build_fsdp)}
+MODELS = {"gpt": (training.train, build_gpt), "ddp": (train_ddp, build_ddp), "fsdp": (train_fsdp, build_fsdp),
+          "hsdp": (train_fsdp, build_hsdp)}
 
 
 class Sines:
