@@ -4,8 +4,8 @@
 
 The JSON object may have `model` ("gpt", with pipeline stages and microbatches; "ddp", DistributedDataParallel with
 several buckets; "fsdp", sharded over dp; "hsdp", sharded over the axis tp with replicas over dp) and `gates`: steps
-that do not begin before a planned change is armed, so that it takes place exactly at their end. ``gate-<step>`` appears in
-FOLDER when the job waits for it.
+that do not begin before a planned change is armed, so that it takes place exactly at their end. ``gate-<step>`` appears
+in FOLDER when the job waits for it.
 
 Each rank writes a JSON line per step that was applied: its place, a hash of its state before the step, and what it
 trained on. A file ``die-<step>.json`` in FOLDER makes a rank die in that step, ``die-change.json`` a worker in the next
