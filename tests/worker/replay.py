@@ -17,6 +17,8 @@ from tests.worker.mini_agent import MiniAgent
 
 Line = dict[str, Any]
 COMPARED = ("generation", "config", "digest", "forwards", "ids", "loss")
+TIMEOUT_S = 300.0
+"""Longer than a machine takes that runs much else: a slow replay is no finding."""
 OF_A_PLACE = ("stream", "own_steps")
 """What only the worker at one place of the grid has."""
 
@@ -53,7 +55,7 @@ def replay(folder: Path, legs: list[Leg], last: int, fault: dict[str, Any]) -> l
     gates = [leg.first - 1 for leg in legs[1:]]
     fault = {**fault, "gates": gates, "abort_timeout_s": 1.0}
     with MiniAgent(
-        folder, num_steps=last + 1, pause_s=0.0, verify=False, job="injected_job", fault=fault
+        folder, num_steps=last + 1, pause_s=0.0, verify=False, job="injected_job", fault=fault, timeout_s=TIMEOUT_S
     ) as agent:
         for number, leg in enumerate(legs):
             agent.next_id = leg.generation
