@@ -17,7 +17,9 @@ from etc_agent.errors import PeerLostError
 from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.gloo import RecordedGloo
 
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.1
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.001, 0.1
+_OVERSHOOT = 0.1
+"""The most that polling adds to the time that the last worker takes to come, as a share of it."""
 
 
 def raw_group(
@@ -68,11 +70,11 @@ def meet(
     store.set(keys[worker], "")
     if store.add("count", 1) == num_workers:
         store.set("complete", "1")
-    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+    begun = time.monotonic()
     while not store.check(["complete"]):
         check()
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - begun
+        if waited_s > timeout_s:
             missing = [str(each) for each, key in enumerate(keys) if not store.check([key])]
             raise PeerLostError(f"worker {', '.join(missing)} of the change did not come within {timeout_s:g} s")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        time.sleep(min(max(_OVERSHOOT * waited_s, _SHORTEST_POLL_S), _LONGEST_POLL_S))
