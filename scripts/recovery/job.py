@@ -18,7 +18,7 @@ import yaml
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.records import Current, History
+from etc_agent.reconfig.records import Current, History, NodeRecord
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror
@@ -72,6 +72,7 @@ class RecoveringJob:
         folder.mkdir()
         self.config = ParallelConfig.parse(config)
         self._keys = JobKeys(_RUN_ID)
+        self._num_idle = num_nodes * num_slots - self.config.num_ranks
         self._samples = folder / "samples"
         self._steps = JsonLines(folder / "steps.jsonl")
         self._accounts: dict[Path, JsonLines] = {}
@@ -132,19 +133,25 @@ class RecoveringJob:
         entry = self._mirror.snapshot().get(f"{self._keys.history_prefix}{number}")
         return History.from_json(entry.json()) if entry else None
 
+    def _nodes(self) -> list[NodeRecord]:
+        found = self._mirror.snapshot()
+        return [NodeRecord.from_json(found[key].json()) for key in found if key.startswith(self._keys.nodes_prefix)]
+
     def leader(self) -> str:
         entry = self._mirror.snapshot().get(self._keys.leader)
         return entry.text if entry else ""
 
     def settle(self) -> dict[Place, Worker]:
-        """Wait until the whole job trains in its full config, with nothing else to do, and warm spares in idle slots
-        have had their time. Returns its workers."""
+        """Wait until the whole job trains in its full config, with nothing else to do, and a warm spare in every idle
+        slot. Returns its workers."""
 
         def is_settled() -> dict[Place, Worker] | None:
             current = self.current()
             if not current.committed or current.proposed or current.loss:
                 return None
             if self.generation(current.committed).config.num_ranks != self.config.num_ranks:
+                return None
+            if self._num_idle and sum(len(node.spares) for node in self._nodes()) < self._num_idle:
                 return None
             workers = self.workers(current.committed)
             count = sum(line["generation"] == current.committed for line in self.steps()[-20:])
