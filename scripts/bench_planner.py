@@ -15,8 +15,10 @@ from collections.abc import Callable
 import click
 
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.parallel.topology import Node, Topology
+from etc_agent.parallel.topology import Node, Topology, node_numbers
+from etc_agent.planner.classes import Side
 from etc_agent.planner.instructions import Instructor
+from etc_agent.planner.migration import ROUND_BYTES, ROUND_TRANSFERS
 from etc_agent.planner.model_atoms import model_atoms
 from etc_agent.planner.paper import paper_sketch
 from etc_agent.planner.placement import Sketch, place_atoms
@@ -90,7 +92,14 @@ def instructions_s(nodes: Topology) -> float:
     previous, current = (Sharding(LARGE, ParallelConfig.parse(text)) for text in ("PP16TP8DP128", "PP32TP4DP128"))
     where = nodes.slots[: previous.config.num_ranks]
     placement = place_atoms(model_atoms(previous, current), nodes.slots, where, nodes, group_size=4).placement
-    return least_s(lambda: Instructor(previous, current, where, placement).instructions(5000), 2)
+    slots, old, new = by_worker(previous.layout(), where, current.layout(), placement)
+    sides, node_of, worker = (Side.of(old), Side.of(new)), node_numbers(slots), 5000
+
+    def instruct() -> None:
+        instructor = Instructor(worker, *sides, old[worker], new[worker], node_of, forwarding=True)
+        instructor.plan(ROUND_BYTES, ROUND_TRANSFERS, max(2, instructor.num_regions), "")
+
+    return least_s(instruct, 2)
 
 
 def table_2() -> tuple[list[float], list[float]]:

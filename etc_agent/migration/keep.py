@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +16,13 @@ from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.binding import Binder, BoundRound, LocalCopies, SharedPlaces
 from etc_agent.migration.memory.bits import copy_bits
 from etc_agent.migration.memory.rebinding import NewPlaces, OldPlaces
-from etc_agent.migration.memory.shared import PeerTensors, SharedMemory, arena_bytes
+from etc_agent.migration.memory.shared import PeerTensors, SharedMemory
 from etc_agent.migration.memory.spans import storage_bytes
 from etc_agent.migration.protocol import Progress
 from etc_agent.migration.report import MemoryPoint, MigrationReport
 from etc_agent.migration.schedule import Message
 from etc_agent.migration.transport.neighbours import find_neighbours
+from etc_agent.migration.transport.places import tell_places
 from etc_agent.migration.transport.staging import Staging
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
@@ -90,14 +90,14 @@ class KeepingMigration:
         """
         party, memory = self._party, self._memory
         neighbours = find_neighbours(
-            party.plan, party.worker, party.peers, memory.file if memory else None,
-            partial(arena_bytes, party.plan), wanted=self._can_share(),
+            party.plan, party.worker, party.peers, memory.file if memory else None, wanted=self._can_share()
         )
         if memory is not None:
             memory.close()
         party.share(neighbours)
-        self._shared = PeerTensors(party.plan, neighbours.mapped)
         party.peers.meet(party.schedule)
+        places = tell_places(party.peers, party.schedule, memory.places if memory is not None else _nowhere)
+        self._shared = PeerTensors(neighbours.mapped, places)
         self._bind()
 
     def refresh(self, sources: Mapping[Shard, torch.Tensor]) -> frozenset[Shard]:
@@ -183,3 +183,7 @@ def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     return torch.cuda.stream(stream)
+
+
+def _nowhere(message: Message) -> list[int]:
+    raise AssertionError(f"a message from worker {message.peer} is shared, and this worker has no shared memory")

@@ -14,13 +14,13 @@ from etc_agent.migration.check import check_dtypes, check_tensors
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import shared_memory_for
+from etc_agent.migration.own_plan import Change, Described, plan_to_keep, plan_to_release
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.protocol import Migration
 from etc_agent.migration.release import ReleasingMigration
-from etc_agent.migration.release_plan import plan_release
+from etc_agent.migration.transport.alike import gather_alike
 from etc_agent.migration.transport.wire import Wire
-from etc_agent.planner.migration import make_plan
-from etc_agent.state.encoding import decode_manifest, encode_manifest
+from etc_agent.planner.classes import encode_class
 from etc_agent.state.layout import Manifest, Shard
 from etc_agent.torch_private.backends import backend_of
 
@@ -68,14 +68,16 @@ def migrate(
     rank = int(backend.rank())
     needed = tuple(dict.fromkeys(need))
     asked = {"mode": mode, "verify": verify}
-    previous, current, budgets = _exchange(Wire(backend), have, needed, asked, budget_bytes, timeout_s)
+    wire, timeout = Wire(backend), datetime.timedelta(seconds=timeout_s)
+    change = _exchange(wire, have, needed, asked, timeout)
     if mode == "release":
-        plan = plan_release(previous, current, budgets)
+        own = plan_to_release(wire, change, budget_bytes, timeout)
         releasing = ReleasingMigration(
-            plan, rank, have, backend, timeout_s=timeout_s, device=device, budget_bytes=budget_bytes, verify=verify
+            own.plan, rank, have, backend,
+            timeout_s=timeout_s, device=device, budget_bytes=budget_bytes, verify=verify,
         )
         return _run(releasing, rank, needed, device)
-    plan = make_plan(previous, current)
+    plan = plan_to_keep(wire, change, timeout, forwarding=False).plan
     memory = shared_memory_for(plan, rank, device)
     targets = {} if memory is None else dict(memory.tensors)
     for shard in needed:
@@ -107,10 +109,9 @@ def _exchange(
     have: Mapping[Shard, torch.Tensor],
     need: Manifest,
     asked: Mapping[str, Any],
-    budget_bytes: int | None,
-    timeout_s: float,
-) -> tuple[tuple[Manifest, ...], tuple[Manifest, ...], list[int | None]]:
-    """The manifests and budgets of all ranks, as JSON over the group.
+    timeout: datetime.timedelta,
+) -> Change:
+    """The manifests of all ranks, over the group.
 
     Args:
         asked: what all ranks have to ask for alike.
@@ -119,20 +120,23 @@ def _exchange(
         MigrationError: a rank did not call, brings what it cannot send, or asks for something else; the same on all.
     """
     complaint = _complaint(wire.rank, have, need)
-    manifests = [encode_manifest(tuple(have)), encode_manifest(need)]
-    text = json.dumps([*manifests, budget_bytes, asked, complaint]).encode()
+    request = json.dumps([asked, complaint]).encode()
+    held = tuple(have)
+    alike = [0] * wire.size
     try:
-        texts = wire.gather_bytes(text, datetime.timedelta(seconds=timeout_s))
+        requests = gather_alike(wire, request, alike, timeout)
+        previous, current = (gather_alike(wire, encode_class(each), alike, timeout) for each in (held, need))
     except RuntimeError as error:
         raise MigrationError(f"rank {wire.rank}: not every rank called migrate(): {error}") from error
-    old, new, budgets, requests, complaints = zip(*map(json.loads, texts), strict=True)
-    for rank, (request, complaint) in enumerate(zip(requests, complaints, strict=True)):
-        if complaint:
-            raise MigrationError(complaint)
-        if request != requests[0]:
-            raise MigrationError(f"every rank must ask migrate() for the same: rank 0 asks for {requests[0]}, "
-                                 f"rank {rank} for {request}")
-    return tuple(map(decode_manifest, old)), tuple(map(decode_manifest, new)), list(budgets)
+    said = [json.loads(requests.values[number]) for number in requests.class_of]
+    for rank, (request_of, complaint_of) in enumerate(said):
+        if complaint_of:
+            raise MigrationError(complaint_of)
+        if request_of != said[0][0]:
+            raise MigrationError(f"every rank must ask migrate() for the same: rank 0 asks for {said[0][0]}, "
+                                 f"rank {rank} for {request_of}")
+    before, after = (Described(each.values, each.class_of) for each in (previous, current))
+    return Change(before, after, held, need, None)
 
 
 def _complaint(rank: int, have: Mapping[Shard, torch.Tensor], need: Iterable[Shard]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Literal
 
 import torch
 
+from etc_agent.migration.transport.wire import Wire
 from etc_agent.state.layout import Manifest
 
 Mode = Literal["keep", "release"]
 MODES = ("auto", "keep", "release")
 """The possible requests; ``auto`` leaves the choice to `choose_mode`."""
 
+_NO_BUDGET = 1 << 62
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -40,28 +43,61 @@ class Choice:
     why: str
 
 
-def choose_mode(requests: Sequence[ModeRequest], previous: Sequence[Manifest], current: Sequence[Manifest]) -> Choice:
-    """One mode for all workers, the same on each: entry i of every sequence is worker i's.
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """What one worker has to say to the choice of a mode.
 
-    Pure. If one worker asks for `release`, all use it; under ``auto``, if one worker's old and new state do not fit.
+    `weight`: 2 where it asks for `release`, 1 where its old and new state do not fit, else 0. `why` is for people.
+    `insists`: it asks for `keep`.
     """
-    budget_bytes = min((request.budget_bytes for request in requests if request.budget_bytes), default=None)
-    for worker, request in enumerate(requests):
-        if request.mode == "release":
-            return Choice("release", budget_bytes, f"worker {worker} asks for it")
-    for worker, (request, old, new) in enumerate(zip(requests, previous, current, strict=True)):
-        old_bytes = sum(shard.num_bytes for shard in old)
-        # A shard that stays on the worker is counted once.
-        both_bytes = sum(shard.num_bytes for shard in {*old, *new})
-        room_bytes = request.budget_bytes or old_bytes + request.free_bytes
-        if request.mode == "auto" and both_bytes > room_bytes:
-            return Choice(
-                "release", budget_bytes,
-                f"old and new state of worker {worker} take {both_bytes:,} bytes together, "
-                f"there is room for {room_bytes:,}",
-            )
-    insist = all(request.mode == "keep" for request in requests)
+
+    weight: int
+    budget_bytes: int | None
+    insists: bool
+    why: str
+
+
+def bid_of(worker: int, request: ModeRequest, old: Manifest, new: Manifest) -> Bid:
+    """The bid of a worker whose manifests these are. Pure."""
+    budget_bytes, insists = request.budget_bytes or None, request.mode == "keep"
+    if request.mode == "release":
+        return Bid(2, budget_bytes, insists, f"worker {worker} asks for it")
+    old_bytes = sum(shard.num_bytes for shard in old)
+    # A shard that stays on the worker is counted once.
+    both_bytes = sum(shard.num_bytes for shard in {*old, *new})
+    room_bytes = request.budget_bytes or old_bytes + request.free_bytes
+    if request.mode == "auto" and both_bytes > room_bytes:
+        why = (f"old and new state of worker {worker} take {both_bytes:,} bytes together, "
+               f"there is room for {room_bytes:,}")
+        return Bid(1, budget_bytes, insists, why)
+    return Bid(0, budget_bytes, insists, "")
+
+
+def choose_mode(bids: Sequence[Bid]) -> Choice:
+    """One mode for all workers. If one worker asks for `release`, all use it; under ``auto``, if one worker's old and
+    new state do not fit. The first of the weightiest bids gives the reason. Pure."""
+    budget_bytes = min((bid.budget_bytes for bid in bids if bid.budget_bytes), default=None)
+    weightiest = max(bids, key=lambda bid: bid.weight)
+    if weightiest.weight:
+        return Choice("release", budget_bytes, weightiest.why)
+    insist = all(bid.insists for bid in bids)
     return Choice("keep", budget_bytes, "every worker asks for it" if insist else "old and new state fit together")
+
+
+def choose_together(wire: Wire, mine: Bid, timeout: datetime.timedelta) -> Choice:
+    """`choose_mode` of all workers' bids, without collecting them. Collective.
+
+    Raises:
+        RuntimeError: a worker was lost, or does not answer in time.
+    """
+    position = mine.weight * wire.size + wire.size - 1 - wire.rank
+    most, negative, differs = wire.maximum(
+        [position, -(mine.budget_bytes or _NO_BUDGET), not mine.insists], timeout
+    )
+    budget_bytes = None if -negative == _NO_BUDGET else -negative
+    weight = most // wire.size
+    why = wire.broadcast_bytes(wire.size - 1 - most % wire.size, mine.why.encode(), timeout).decode() if weight else ""
+    return choose_mode([Bid(weight, budget_bytes, not differs, why)])
 
 
 def free_bytes(device: torch.device) -> int:

@@ -72,7 +72,7 @@ class ReleasingMigration:
         self._lifetimes = lifetimes_of(self._party.schedule, sources)
         self._tensors = self._on_demand(sources)
         self._all_sources = tuple(sources)
-        self._landing = Landing(worker)
+        self._landing = Landing()
         self._memory: ReleasingMemory | None = None
         self._has_begun = False
         new_bytes = sum(shard.num_bytes for shard in new_shards)

@@ -1,12 +1,16 @@
-"""A plan for `release` mode: the largest rounds with which every worker stays inside its budget."""
+"""Rounds for `release` mode: the largest with which every worker stays inside its budget.
+
+Smaller rounds need less memory beside the state. The sizes that are tried are equal on every worker; each finds the
+largest that it has room for, and the smallest of these counts (`own_plan`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from etc_agent.migration.memory.contiguous import is_contiguous_in
 from etc_agent.migration.memory.lifetimes import default_budget_bytes, lifetimes_of
-from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedules_for
+from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedule_for
 from etc_agent.migration.transport.landing import area_of
 from etc_agent.migration.transport.neighbours import pairs_of_hosts
 from etc_agent.planner.migration import make_plan
@@ -29,62 +33,91 @@ def plan_release(
     budget_bytes: int | Sequence[int | None] | None = None,
     nodes: Sequence[int] | None = None,
 ) -> MigrationPlan:
-    """The plan that turns `previous` into `current`, where entry i of both is worker i's manifest.
+    """The complete plan that turns `previous` into `current`, where entry i of both is worker i's manifest.
 
-    `budget_bytes`: of every worker, or of each; by default its `default_budget_bytes`. The same on every worker. Where
-    no rounds fit, the plan has the smallest ones, and `ReleasingMigration.prepare` says who lacks how much. `nodes`:
-    as for `make_plan`.
+    `budget_bytes`: of every worker, or of each; by default its `default_budget_bytes`. `nodes`: as for `make_plan`. For
+    tests and tools: a session's workers derive the same in parts (`own_plan.plan_to_release`).
 
     Raises:
         PlanError: as for `make_plan`.
     """
     allowed = [budget_bytes] * len(previous) if budget_bytes is None or isinstance(budget_bytes, int) else budget_bytes
-    budgets, headroom, largest = [], _LARGEST_ROUND_BYTES, 1
-    for old, new, budget in zip(previous, current, allowed, strict=True):
-        old_bytes, new_bytes = (sum(shard.num_bytes for shard in manifest) for manifest in (old, new))
-        sizes = [shard.num_bytes for shard in (*old, *new)]
-        budgets.append(budget or default_budget_bytes(old_bytes, new_bytes, sizes))
-        headroom = min(headroom, budgets[-1] - max(old_bytes, new_bytes)) if new_bytes else headroom
-        largest = max(largest, old_bytes, new_bytes)
-    sizes = [min(_LARGEST_ROUND_BYTES, largest)]
-    while sizes[-1] * _FINER > max(headroom // _SMALLEST_PART, largest // _MOST_ROUNDS, 1):
-        sizes.append(int(sizes[-1] * _FINER))
+    budgets = [budget_for(*each) for each in zip(previous, current, allowed, strict=True)]
+    each_one = [headroom_of(*each) for each in zip(previous, current, budgets, strict=True)]
+    sizes = round_sizes(min(headroom for headroom, _ in each_one), max(largest for _, largest in each_one))
+    plans: dict[int, MigrationPlan] = {}
 
     def planned(round_bytes: int) -> MigrationPlan:
-        return make_plan(previous, current, round_bytes=round_bytes, nodes=nodes)
+        if round_bytes not in plans:
+            plans[round_bytes] = make_plan(previous, current, round_bytes=round_bytes, nodes=nodes)
+        return plans[round_bytes]
 
-    def fits(plan: MigrationPlan) -> bool:
-        peaks = expected_peaks_bytes(plan, previous, nodes)
-        return all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+    def fits_on(worker: int) -> Callable[[int], bool]:
+        return lambda round_bytes: (
+            expected_peak_bytes(planned(round_bytes), worker, previous[worker], nodes) <= budgets[worker]
+        )
 
-    largest_rounds = planned(sizes[0])
-    if fits(largest_rounds):
-        return largest_rounds
-    # Smaller rounds need less: halve the range of sizes in which the largest that fits must be.
-    first, last, found = 1, len(sizes) - 1, None
+    return planned(sizes[max((largest_that_fits(sizes, fits_on(w)) for w in range(len(previous))), default=0)])
+
+
+def budget_for(old: Manifest, new: Manifest, budget_bytes: int | None) -> int:
+    """A worker's budget: what it was given, or the default."""
+    old_bytes, new_bytes = _num_bytes(old), _num_bytes(new)
+    return budget_bytes or default_budget_bytes(old_bytes, new_bytes, [shard.num_bytes for shard in (*old, *new)])
+
+
+def headroom_of(old: Manifest, new: Manifest, budget_bytes: int) -> tuple[int, int]:
+    """What the sizes of rounds depend on: the budget minus the larger state, and the larger state."""
+    old_bytes, new_bytes = _num_bytes(old), _num_bytes(new)
+    largest = max(old_bytes, new_bytes, 1)
+    return (min(_LARGEST_ROUND_BYTES, budget_bytes - largest) if new_bytes else _LARGEST_ROUND_BYTES), largest
+
+
+def round_sizes(headroom_bytes: int, largest_bytes: int) -> list[int]:
+    """The sizes of rounds to try, the largest first. Arguments: the least `headroom_of` all workers, and the largest
+    state."""
+    sizes = [min(_LARGEST_ROUND_BYTES, largest_bytes)]
+    while sizes[-1] * _FINER > max(headroom_bytes // _SMALLEST_PART, largest_bytes // _MOST_ROUNDS, 1):
+        sizes.append(int(sizes[-1] * _FINER))
+    return sizes
+
+
+def largest_that_fits(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """The index of the largest size that fits, or of the smallest one where none does."""
+    if fits(sizes[0]):
+        return 0
+    first, last = 1, len(sizes) - 1
     while first < last:
         middle = (first + last) // 2
-        plan = planned(sizes[middle])
-        if fits(plan):
-            last, found = middle, plan
+        if fits(sizes[middle]):
+            last = middle
         else:
             first = middle + 1
-    return found or planned(sizes[-1])
+    return last
+
+
+def expected_peak_bytes(
+    plan: MigrationPlan, worker: int, held: Manifest, nodes: Sequence[int] | None = None
+) -> int:
+    """Most bytes that `worker` holds at once, staging included, if each of its old shards (`held`) has a storage of its
+    own; whether or not the workers of a node share their landing areas. `nodes`: as for `make_plan`."""
+    hosts = [f"node {node}" for node in nodes or [0] * plan.num_workers]
+    alone = schedule_for(plan, worker)
+    together = schedule_for(plan, worker, pairs_of_hosts(plan, hosts))
+    sizes = {shard: shard.num_bytes for shard in held}
+    state = lifetimes_of(alone, held).peak_bytes(sum(sizes.values()), sizes, WINDOW)
+    return state + max(_staging_bytes(alone), area_of(together).num_bytes + _staging_bytes(together))
 
 
 def expected_peaks_bytes(
     plan: MigrationPlan, previous: Sequence[Manifest], nodes: Sequence[int] | None = None
 ) -> list[int]:
-    """Most bytes that each worker holds at once, staging included, if each of its old shards has a storage of its own;
-    whether or not the workers of a node share their landing areas. `nodes`: as for `make_plan`."""
-    hosts = [f"node {node}" for node in nodes or [0] * plan.num_workers]
-    sharing = schedules_for(plan, pairs_of_hosts(plan, hosts))
-    peaks = []
-    for manifest, alone, together in zip(previous, schedules_for(plan), sharing, strict=True):
-        sizes = {shard: shard.num_bytes for shard in manifest}
-        held = lifetimes_of(alone, manifest).peak_bytes(sum(sizes.values()), sizes, WINDOW)
-        peaks.append(held + max(_staging_bytes(alone), area_of(together).num_bytes + _staging_bytes(together)))
-    return peaks
+    """The same of every worker, from a complete plan."""
+    return [expected_peak_bytes(plan, worker, held, nodes) for worker, held in enumerate(previous)]
+
+
+def _num_bytes(manifest: Manifest) -> int:
+    return sum(shard.num_bytes for shard in manifest)
 
 
 def _staging_bytes(schedule: Schedule) -> int:

@@ -29,6 +29,12 @@ Placement = tuple[Slot, ...]
 """Virtual rank -> slot."""
 
 
+def node_numbers(slots: Sequence[Slot]) -> tuple[int, ...]:
+    """Entry i: the number of the node of ``slots[i]``; nodes are numbered in the order of their first slot."""
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(slot.node for slot in slots))}
+    return tuple(numbers[slot.node] for slot in slots)
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A host with `num_slots` slots and `num_nics` network interfaces of `nic_bytes_per_s` each.

@@ -42,10 +42,12 @@ class Need:
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """What happens to every tensor of one shape and with the same owners. The boxes cover each new shard exactly
-    once."""
+    once. `previous`, `current`: the workers that have a shard of it."""
 
     kept: tuple[Kept, ...]
     needs: tuple[Need, ...]
+    previous: tuple[int, ...]
+    current: tuple[int, ...]
 
     def canonical(self) -> str:
         """A text that is equal for equal patterns, in every process."""
@@ -149,15 +151,10 @@ def _match(have: _Owners, need: _Owners) -> Pattern:
     kept: list[Kept] = []
     needs: list[Need] = []
     for worker, target in zip(need.workers, need.boxes, strict=True):
-        mine = own.get(worker, [])
-        if target in mine:
-            kept.append(Kept(worker, target, target, target))
-            continue
-        missing = [target] if target.num_elements else []
-        for source in mine:
-            taken, missing = _take(missing, source)
-            kept.extend(Kept(worker, box, source, target) for box in taken)
-        for box, sources in _refine(missing, distinct):
+        mine = sorted(own.get(worker, []))
+        missing, own_parts = missing_and_kept(target, mine)
+        kept.extend(Kept(worker, box, source, target) for box, source in own_parts)
+        for box, sources in refine(missing, distinct):
             if not sources:
                 raise MissingSourceError(
                     f"{tensor.name}: no live worker holds the box at {box.offset} of shape {box.shape}, "
@@ -165,7 +162,19 @@ def _match(have: _Owners, need: _Owners) -> Pattern:
                 )
             pairs = [(holder, source) for source in sources for holder in holders[source]]
             needs.append(Need(worker, box, target, *zip(*sorted(pairs), strict=True)))
-    return Pattern(tuple(kept), tuple(needs))
+    return Pattern(tuple(kept), tuple(needs), *(tuple(sorted(set(each.workers))) for each in (have, need)))
+
+
+def missing_and_kept(target: Box, mine: Sequence[Box]) -> tuple[list[Box], list[tuple[Box, Box]]]:
+    """What a worker with the old shards `mine` lacks of its new shard `target`, and what it has: (part, old shard)."""
+    if target in mine:
+        return [], [(target, target)]
+    missing = [target] if target.num_elements else []
+    kept = []
+    for source in mine:
+        taken, missing = _take(missing, source)
+        kept += [(box, source) for box in taken]
+    return missing, kept
 
 
 def _take(missing: Iterable[Box], source: Box) -> tuple[list[Box], list[Box]]:
@@ -182,7 +191,7 @@ def _take(missing: Iterable[Box], source: Box) -> tuple[list[Box], list[Box]]:
     return taken, rest
 
 
-def _refine(boxes: Sequence[Box], sources: Sequence[Box]) -> list[tuple[Box, tuple[Box, ...]]]:
+def refine(boxes: Sequence[Box], sources: Sequence[Box]) -> list[tuple[Box, tuple[Box, ...]]]:
     """Cut `boxes` at the borders of the sources inside them: each piece with all the sources that contain it."""
     pieces: list[tuple[Box, tuple[Box, ...]]] = [(box, ()) for box in boxes]
     for source in sources:
@@ -199,21 +208,23 @@ def _refine(boxes: Sequence[Box], sources: Sequence[Box]) -> list[tuple[Box, tup
 
 
 def _check(owners: _Owners) -> None:
-    """Raise PlanError if a box is not inside the tensor, or if two boxes of one worker overlap."""
-    tensor = owners.tensor
-    for box in owners.boxes:
+    for worker, boxes in owners.by_worker().items():
+        check_boxes(owners.tensor, boxes, worker)
+
+
+def check_boxes(tensor: LogicalTensor, boxes: Sequence[Box], worker: int) -> None:
+    """Raise PlanError if a box of one worker is not inside the tensor, or if two of them overlap."""
+    for index, box in enumerate(boxes):
         if len(box.offset) != len(tensor.shape) or len(box.shape) != len(tensor.shape):
             raise PlanError(f"{tensor.name}: {_plain(box)} has not the {len(tensor.shape)} dims of the tensor")
         for start, extent, size in zip(box.offset, box.shape, tensor.shape, strict=True):
             if start < 0 or extent < 0 or start + extent > size:
                 raise PlanError(f"{tensor.name}: {_plain(box)} is not inside the tensor's shape {tensor.shape}")
-    for worker, boxes in owners.by_worker().items():
-        for index, box in enumerate(boxes):
-            for other in boxes[:index]:
-                if box_overlap(box, other):
-                    raise PlanError(
-                        f"{tensor.name}: worker {worker} has overlapping shards, {_plain(other)} and {_plain(box)}"
-                    )
+        for other in boxes[:index]:
+            if box_overlap(box, other):
+                raise PlanError(
+                    f"{tensor.name}: worker {worker} has overlapping shards, {_plain(other)} and {_plain(box)}"
+                )
 
 
 def _plain(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:

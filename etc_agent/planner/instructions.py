@@ -1,197 +1,139 @@
-"""The instructions of one worker of a very large job, without computing those of the others.
+"""One worker's part of a migration plan, without computing those of the others.
 
-Every worker applies the same rule, so that each sends what the other expects. For each part of a tensor with the same
-holders and the same receivers: receivers that share a node with a holder get it from there. The demand of the others,
-laid end to end, is cut into equal shares, one per holder, so that all holders send the same amount and no list has to
-be exchanged.
+Every worker applies the rules of `routes` and `rounds` to the tensors that it holds or needs, so that each sends what
+the other expects. `etc_agent.planner.migration.make_plan` gives the same transfers from every worker's manifest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from etc_agent.parallel.topology import Placement
-from etc_agent.planner.cells import Cell, cells_of
+from etc_agent.planner.classes import Entry, Side
+from etc_agent.planner.coverage import check_boxes, missing_and_kept
+from etc_agent.planner.demands import Owners, Workers, match
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.plan import Refer, Transfer
+from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
+from etc_agent.planner.rounds import Kind, Limits, Region, in_order, transfers_of
 from etc_agent.state.boxes import Box
-from etc_agent.state.model import TensorSpec
-from etc_agent.state.sharding import Sharding, Unit
+from etc_agent.state.layout import LogicalTensor, Manifest
 
-
-@dataclass(frozen=True, slots=True)
-class WorkerInstructions:
-    """What `worker` does, in the order of the model; `sends` and `receives` are of one box each."""
-
-    worker: int
-    refers: tuple[Refer, ...]
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Rows [low, high) / whole of a cell go from `source` to `target` (workers)."""
-
-    source: int
-    target: int
-    low: int
-    high: int
-    whole: int
+_Pattern = tuple[Kind, Region]
 
 
 class Instructor:
-    """Everything about a change of one model that does not depend on which worker asks.
+    """What `worker` does in the change from `previous` to `current`.
 
-    Workers are numbered as in `etc_agent.planner.plan`: previous ranks first, then those who join, by current rank.
+    Args:
+        held, needed: the worker's own manifests.
+        nodes: worker -> number of its node.
+        forwarding: receivers pass on what they have received.
+
+    Attributes:
+        num_regions: in how many regions (`rounds`) the worker sends or receives. `plan` needs the largest of all
+            workers'.
 
     Raises:
-        PlanError: two models, or one with ZeRO-1 (its flat ranges need the real manifests: `make_plan`).
-    PlanError: the models differ, or use ZeRO-1 (its flat ranges need the real manifests: `make_plan`).
-"""
+        MissingSourceError: a box of a tensor that the worker holds or needs is held by nobody.
+        PlanError: manifests disagree about such a tensor, a shard is outside it, or one worker's shards overlap.
+    """
 
     def __init__(
-        self, previous: Sharding, current: Sharding, previous_placement: Placement, placement: Placement
+        self, worker: int, previous: Side, current: Side, held: Manifest, needed: Manifest,
+        nodes: Sequence[int] | Workers, *, forwarding: bool,
     ) -> None:
-        if previous.model != current.model or previous.model.zero1:
-            raise PlanError("instructions by rule need one model without ZeRO-1; make_plan works from manifests")
-        self.previous, self.current = previous, current
-        number = {slot: worker for worker, slot in enumerate(previous_placement)}
-        for slot in placement:
-            number.setdefault(slot, len(number))
-        self.num_workers = len(number)
-        self.worker_of_rank = np.array([number[slot] for slot in placement], dtype=np.int64)
-        self.rank_of_worker = np.full(self.num_workers, -1, dtype=np.int64)
-        self.rank_of_worker[self.worker_of_rank] = np.arange(len(placement))
-        nodes: dict[str, int] = {}
-        self.node_of_worker = np.array([nodes.setdefault(slot.node, len(nodes)) for slot in number], dtype=np.int64)
+        self._worker = worker
+        self._previous, self._current = previous, current
+        self._nodes = np.asarray(nodes, dtype=np.int64)
+        self._forwarding = forwarding
+        self.num_workers = len(self._nodes)
+        self._kinds: dict[tuple[Any, ...], Kind] = {}
+        self._regions: dict[tuple[bytes, bytes], Region] = {}
+        self._collect(held, needed)
+        self.refers = self._kept(held, needed)
+        self.num_regions = num_regions(list(self._regions.values()), worker, forwarding=forwarding)
 
-    def instructions(self, worker: int) -> WorkerInstructions:
-        """All instructions of `worker`."""
-        refers: list[Refer] = []
-        sends: list[Transfer] = []
-        receives: list[Transfer] = []
-        shares: dict[tuple[TensorSpec, Cell, tuple[int, ...], tuple[int, ...]], list[_Share]] = {}
-        cells: dict[TensorSpec, list[Cell]] = {}
-        mine_before, mine_after = self._part(self.previous, worker), self._part(
-            self.current, int(self.rank_of_worker[worker])
-        )
-        for unit, before in zip(self.current.units(), self.previous.units(), strict=True):
-            holds = mine_before is not None and self._has(self.previous, worker, before)
-            needs = mine_after is not None and self._has(self.current, int(self.rank_of_worker[worker]), unit)
-            if not holds and not needs:
-                continue
-            spec = unit.spec
-            if spec not in cells:
-                cells[spec] = list(cells_of(spec, self.previous.config.tp, self.current.config.tp))
-            old = self.previous.boxes(spec, mine_before) if holds and mine_before is not None else []
-            new = self.current.boxes(spec, mine_after) if needs and mine_after is not None else []
-            kept = [box for box in new if box in old]
-            refers += self._refers(worker, unit, [(box, box, box) for box in kept])
-            for cell in cells[spec]:
-                box = _cell_box(spec, cell)
-                source, target = _around(old, box), _around(new, box)
-                if target is not None and target not in kept and source is not None:
-                    refers += self._refers(worker, unit, [(box, source, target)])
-                key = (spec, cell, before.stages, unit.stages)
-                if key not in shares:
-                    shares[key] = list(self._shares(worker, spec, cell, before.stages, unit.stages))
-                for share in shares[key]:
-                    piece = _rows(box, share)
-                    if piece.num_elements:
-                        (sends if share.source == worker else receives).extend(
-                            self._transfers(unit, piece, box, share)
-                        )
-        return WorkerInstructions(worker, tuple(refers), tuple(sends), tuple(receives))
+    def plan(self, round_bytes: int, round_transfers: int, regions: int, digest: str) -> MigrationPlan:
+        """The worker's part. `regions`: the largest `num_regions` of all workers. `digest`: of what all workers derive
+        their parts from."""
+        limits = Limits(round_bytes, round_transfers, max(1, regions))
+        transfers: list[tuple[int, Transfer]] = []
+        for region in self._regions.values():
+            for tensor, number, cut in region.rounds(limits):
+                transfers += transfers_of(tensor, number, cut, self._worker)
+        return MigrationPlan(self.num_workers, self.refers, in_order(transfers), digest)
 
-    def _part(self, sharding: Sharding, rank: int) -> int | None:
-        """The tp index of `rank`; None where there is no such rank."""
-        return rank % sharding.config.tp if 0 <= rank < sharding.config.num_ranks else None
+    def _collect(self, held: Manifest, needed: Manifest) -> None:
+        tensors = {shard.tensor.name: shard.tensor for shard in (*held, *needed)}
+        before, after = self._previous.find(tensors), self._current.find(tensors)
+        known: dict[tuple[Any, ...], _Pattern] = {}
+        for name in sorted(after):
+            old, new = before.get(name, []), after[name]
+            tensor = tensors[name]
+            key = (tensor.itemsize, *[(e.owner, e.number) for e in old], None, *[(e.owner, e.number) for e in new])
+            if key not in known:
+                _check_facts(tensor, (*old, *new))
+                known[key] = self._pattern(tensor, self._owners(tensor, self._previous, old),
+                                           self._owners(tensor, self._current, new))
+            kind, region = known[key]
+            region.add(tensor, kind)
 
-    def _has(self, sharding: Sharding, rank: int, unit: Unit) -> bool:
-        config, expert = sharding.config, unit.spec.expert
-        stage = rank // (config.num_ranks // config.pp)
-        return stage in unit.stages and (expert is None or sharding.expert_home(expert) == config.expert_part(rank))
+    def _pattern(self, tensor: LogicalTensor, old: Owners, new: Owners) -> _Pattern:
+        region = self._regions.setdefault((_everybody(old), _everybody(new)), Region())
+        key = (tensor.shape, tensor.itemsize, _canonical(old), _canonical(new))
+        if key not in self._kinds:
+            demands = match(tensor.name, old, new)
+            self._kinds[key] = Kind(demands, tensor.itemsize, self._nodes, forwarding=self._forwarding)
+        return self._kinds[key], region
 
-    def _shares(
-        self, worker: int, spec: TensorSpec, cell: Cell, before: Sequence[int], after: Sequence[int]
-    ) -> Iterator[_Share]:
-        """The shares of one cell that `worker` sends or receives."""
-        holders = self.previous.ranks(before, cell.before, spec.expert)
-        needers = self.worker_of_rank[self.current.ranks(after, cell.after, spec.expert)]
-        lacking = np.setdiff1d(needers, holders)
-        if not len(lacking) or (worker not in holders and worker not in lacking):
-            return
-        at, home = self.node_of_worker[holders], self.node_of_worker[lacking]
-        near = np.isin(home, at)
-        yield from self._near(worker, holders, at, lacking[near], home[near])
-        yield from _far(worker, holders, lacking[~near])
+    def _owners(self, tensor: LogicalTensor, side: Side, entries: Sequence[Entry]) -> Owners:
+        boxes: dict[int, list[Box]] = {}
+        for entry in entries:
+            boxes.setdefault(entry.owner, []).append(entry.alike.box)
+        owners = [(tuple(sorted(of)), side.workers(owner)) for owner, of in boxes.items()]
+        for of, workers in owners:
+            check_boxes(tensor, of, int(workers[0]))
+        return owners
 
-    def _near(
-        self, worker: int, holders: NDArray[np.int64], at: NDArray[np.int64], lacking: NDArray[np.int64],
-        home: NDArray[np.int64],
-    ) -> Iterator[_Share]:
-        node = self.node_of_worker[worker]
-        sources, targets = holders[at == node], lacking[home == node]
-        for index, target in enumerate(targets):
-            source = sources[index % len(sources)]
-            if worker in (source, target):
-                yield _Share(int(source), int(target), 0, 1, 1)
-
-    def _refers(self, worker: int, unit: Unit, boxes: Sequence[tuple[Box, Box, Box]]) -> list[Refer]:
-        kinds = self.current.model.kinds
-        return [Refer(worker, self.current.logical(unit, kind), *entry) for kind in kinds for entry in boxes]
-
-    def _transfers(self, unit: Unit, piece: Box, box: Box, share: _Share) -> Iterator[Transfer]:
-        source = _around(self.previous.boxes(unit.spec, share.source % self.previous.config.tp), box)
-        rank = int(self.rank_of_worker[share.target])
-        target = _around(self.current.boxes(unit.spec, rank % self.current.config.tp), box)
-        if source is None or target is None:
-            raise AssertionError(f"{unit.name}: {box} is not a part of the shards of {share}")
-        for kind in self.current.model.kinds:
-            yield Transfer(share.source, share.target, self.current.logical(unit, kind), piece, source, target)
+    def _kept(self, held: Manifest, needed: Manifest) -> tuple[Refer, ...]:
+        mine: dict[str, list[Box]] = {}
+        for shard in held:
+            mine.setdefault(shard.tensor.name, []).append(shard.box)
+        refers = []
+        for shard in sorted(needed):
+            _, kept = missing_and_kept(shard.box, sorted(mine.get(shard.tensor.name, ())))
+            refers += [Refer(self._worker, shard.tensor, box, source, shard.box) for box, source in kept]
+        return tuple(refers)
 
 
-def _far(worker: int, holders: NDArray[np.int64], lacking: NDArray[np.int64]) -> Iterator[_Share]:
-    """On a line of R * H units, receiver x takes [x * H, (x + 1) * H) and holder k sends [k * R, (k + 1) * R)."""
-    num_holders, num_lacking = len(holders), len(lacking)
-    if not num_lacking:
-        return
-    as_source, as_target = np.flatnonzero(holders == worker), np.flatnonzero(lacking == worker)
-    if len(as_target):
-        x = int(as_target[0])
-        start, end = x * num_holders, (x + 1) * num_holders
-        pairs = [(k, x) for k in range(start // num_lacking, -(-end // num_lacking))]
-    elif len(as_source):
-        k = int(as_source[0])
-        start, end = k * num_lacking, (k + 1) * num_lacking
-        pairs = [(k, x) for x in range(start // num_holders, -(-end // num_holders))]
-    else:
-        return
-    for k, x in pairs:
-        low = max(k * num_lacking, x * num_holders) - x * num_holders
-        high = min((k + 1) * num_lacking, (x + 1) * num_holders) - x * num_holders
-        yield _Share(int(holders[k]), int(lacking[x]), int(low), int(high), num_holders)
+def num_regions(regions: Sequence[Region], worker: int, *, forwarding: bool) -> int:
+    """In how many of the regions the worker can send, or in how many it receives, whichever is more."""
+    sends = receives = 0
+    for region in regions:
+        if region.tensors:
+            holders, needers = region.members()
+            is_needer = worker in needers
+            receives += is_needer
+            sends += worker in holders or (forwarding and is_needer)
+    return max(sends, receives)
 
 
-def _cell_box(spec: TensorSpec, cell: Cell) -> Box:
-    offset, shape = [0] * len(spec.shape), list(spec.shape)
-    if spec.tp_dim is not None:
-        offset[spec.tp_dim], shape[spec.tp_dim] = cell.start, cell.end - cell.start
-    return Box(tuple(offset), tuple(shape))
+def _check_facts(tensor: LogicalTensor, entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        other = entry.alike.logical(tensor.name)
+        if other != tensor:
+            raise PlanError(f"{tensor.name}: {tensor.dtype} of shape {tensor.shape} on one worker, {other.dtype} of "
+                            f"shape {other.shape} on another")
 
 
-def _around(boxes: Sequence[Box], box: Box) -> Box | None:
-    """The one of `boxes` that contains `box`."""
-    return next((outer for outer in boxes if box.intersect(outer) == box), None)
+def _everybody(owners: Owners) -> bytes:
+    return np.sort(np.concatenate([workers for _, workers in owners])).tobytes() if owners else b""
 
 
-def _rows(box: Box, share: _Share) -> Box:
-    """The part of a cell's first dim that a share is."""
-    rows = box.shape[0]
-    low, high = rows * share.low // share.whole, rows * share.high // share.whole
-    return Box((box.offset[0] + low, *box.offset[1:]), (high - low, *box.shape[1:]))
+def _canonical(owners: Owners) -> tuple[Any, ...]:
+    by_boxes: dict[tuple[Box, ...], list[Workers]] = {}
+    for boxes, workers in owners:
+        by_boxes.setdefault(boxes, []).append(workers)
+    return tuple((boxes, np.sort(np.concatenate(by_boxes[boxes])).tobytes()) for boxes in sorted(by_boxes))

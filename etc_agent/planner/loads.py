@@ -54,37 +54,6 @@ def ports_of(topology: Topology, slots: Sequence[Slot]) -> Ports:
     return Ports(tuple(names), np.array(speed, dtype=np.float64), of)
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """Where workers are on the network. `node_of`, `port_of`: worker -> number; `bytes_per_s`: of each port."""
-
-    node_of: tuple[int, ...]
-    port_of: tuple[int, ...]
-    bytes_per_s: tuple[float, ...]
-
-    @classmethod
-    def apart(cls, num_workers: int) -> Links:
-        """Every worker on a node and a port of its own."""
-        own = tuple(range(num_workers))
-        return cls(own, own, (1.0,) * num_workers)
-
-    @classmethod
-    def by_node(cls, nodes: Sequence[int]) -> Links:
-        """One port per node, all alike. `nodes`: worker -> number of its node."""
-        return cls(tuple(nodes), tuple(nodes), (1.0,) * (max(nodes, default=-1) + 1))
-
-    @classmethod
-    def on(cls, slots: Sequence[Slot], topology: Topology) -> Links:
-        """Those of `topology`. `slots`: worker -> slot."""
-        ports = ports_of(topology, slots)
-        number = {name: index for index, name in enumerate(dict.fromkeys(slot.node for slot in slots))}
-        return cls(
-            tuple(number[slot.node] for slot in slots),
-            tuple(ports.of[slot] for slot in slots),
-            tuple(map(float, ports.bytes_per_s)),
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
     """Bytes between nodes by port: `sent` and `received`, (ports,)."""

@@ -1,14 +1,13 @@
 """From the manifests of two generations to the complete migration plan.
 
-Every worker runs this on the same manifests and gets exactly the same plan: nothing here depends on hash order, time or
-the worker that runs it. Three steps:
+The same manifests give exactly the same plan: nothing here depends on hash order, time or the worker that runs it. A
+session does not make complete plans: each worker derives its own part (`etc_agent.planner.instructions`), by the same
+rules and with the same result. Three steps:
 
 1. *Coverage* (`etc_agent.planner.coverage`): parts of a new shard that the worker holds itself are referred to; every
-other
-   part is a need, with the live workers that hold all of it.
-2. *Sources*: each need gets one source, so that the busiest sender has as little as the replicas allow. A need with one
-holder
-   has no choice; the others are cut into chunks, which are assigned, the largest first, to the least busy holder.
+other part is a need, with the live workers that hold all of it.
+2. *Sources* (`etc_agent.planner.routes`): needs are cut into chunks, and each gets a source, so that all who hold it
+send about as much.
 3. *Rounds* (`etc_agent.planner.rounds`).
 """
 
@@ -17,26 +16,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import sha256
 
-from etc_agent.planner.coverage import Coverage, Need, find_coverage
+import numpy as np
+
+from etc_agent.planner.coverage import Coverage, find_coverage
+from etc_agent.planner.demands import demands_of
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.forwarding import CHUNK_BYTES, forward
-from etc_agent.planner.loads import Links
+from etc_agent.planner.instructions import num_regions
 from etc_agent.planner.memory import fit_rounds
 from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
-from etc_agent.planner.rounds import make_rounds
-from etc_agent.state.algebra import split_box
-from etc_agent.state.boxes import Box
-from etc_agent.state.layout import LogicalTensor, Manifest
+from etc_agent.planner.rounds import Kind, Limits, Region, in_order, transfers_of
+from etc_agent.state.layout import Manifest
+
+ROUND_BYTES = 64 << 20
+ROUND_TRANSFERS = 1024
 
 
 def make_plan(
     previous: Sequence[Manifest],
     current: Sequence[Manifest],
     *,
-    round_bytes: int = 64 << 20,
-    round_transfers: int = 1024,
+    round_bytes: int = ROUND_BYTES,
+    round_transfers: int = ROUND_TRANSFERS,
     nodes: Sequence[int] | None = None,
-    links: Links | None = None,
     budget_bytes: int | None = None,
     forwarding: bool = False,
 ) -> MigrationPlan:
@@ -44,11 +45,11 @@ def make_plan(
 
     A worker that joins, or whose state is lost, has an empty previous manifest; one that leaves an empty current one.
     `round_bytes`: most bytes that one worker sends, and most that it receives, in one round. `round_transfers`: most
-    transfers that one worker takes part in per round. `links`: where workers are on the network; then a source on the
-    receiver's own node is preferred, and the time of ports is balanced before the bytes of workers. `nodes`: the same
-    in short, worker -> number of its node, for nodes that are alike. `budget_bytes`: most bytes of
-    state that a worker may hold at any time, in ``release`` mode (`etc_agent.planner.memory`). `forwarding`: receivers
-    of the same box pass it on to each other (`etc_agent.planner.forwarding`), for executors that can do that.
+    transfers that one worker takes part in per round. A round of single elements may exceed both. `nodes`: worker ->
+    number of its node; a source on the receiver's own node is preferred, and nodes send equal parts. By default every
+    worker is on a node of its own. `budget_bytes`: most bytes of state that a worker may hold at any time, in
+    ``release`` mode (`etc_agent.planner.memory`). `forwarding`: receivers of the same box pass it on to each other, for
+    executors that can do that.
 
     Raises:
         MissingSourceError: a needed box is held by nobody.
@@ -59,65 +60,38 @@ def make_plan(
         raise PlanError(f"{len(previous)} previous manifests but {len(current)} current ones; give both per worker")
     if round_bytes < 1 or round_transfers < 1:
         raise PlanError(f"a round needs room for a byte and a transfer, not {round_bytes} and {round_transfers}")
-    if links is None:
-        links = Links.apart(len(current)) if nodes is None else Links.by_node(nodes)
-    if len(links.node_of) != len(current):
-        raise PlanError(f"{len(links.node_of)} entries in `nodes` or `links`, but {len(current)} workers")
+    nodes = range(len(current)) if nodes is None else nodes
+    if len(nodes) != len(current):
+        raise PlanError(f"{len(nodes)} entries in `nodes`, but {len(current)} workers")
     coverage = find_coverage(previous, current)
-    choose = forward if forwarding else _choose_sources
-    transfers = choose(coverage, round_bytes, links)
+    regions = _regions(coverage, nodes, forwarding=forwarding)
+    most = max((num_regions(regions, worker, forwarding=forwarding) for worker in range(len(current))), default=0)
+    limits = Limits(round_bytes, round_transfers, max(1, most))
+    transfers = [
+        transfer for region in regions for tensor, number, cut in region.rounds(limits)
+        for transfer in transfers_of(tensor, number, cut)
+    ]
     refers = tuple([Refer(k.worker, t, k.box, k.source_box, k.target_box) for t, k in coverage.kept()])
-    if budget_bytes is None:
-        rounds = make_rounds(transfers, len(current), round_bytes=round_bytes, round_transfers=round_transfers)
-    else:
+    rounds = in_order(transfers)
+    if budget_bytes is not None:
         rounds = fit_rounds(
-            transfers, refers, previous, current,
+            [transfer for each in rounds for transfer in each], refers, previous, current,
             budget_bytes=budget_bytes, round_bytes=round_bytes, round_transfers=round_transfers,
         )
     return MigrationPlan(len(current), refers, rounds, _digest(len(current), coverage, rounds))
 
 
-def _choose_sources(coverage: Coverage, round_bytes: int, links: Links) -> list[Transfer]:
-    """One source for each need, or for each chunk of one; in the order of the tensors."""
-    node_of, port_of, speed = links.node_of, links.port_of, links.bytes_per_s
-    sent = [0] * len(node_of)
-    busy_s = [0.0] * len(speed)
-    transfers: list[Transfer | None] = []
-    open_chunks: list[tuple[int, int, LogicalTensor, Need, Box]] = []
-    for tensor, need in coverage.needs():
-        itemsize, holders = tensor.itemsize, need.holders
-        size = need.box.num_elements * itemsize
-        share = round_bytes
-        if len(holders) > 1:
-            share = min(round_bytes, max(CHUNK_BYTES, -(-size // len(holders))))
-        chunks = [need.box] if size <= share else split_box(need.box, max(1, share // itemsize))
-        if len(holders) > 1:
-            for box in chunks:
-                open_chunks.append((-box.num_elements * itemsize, len(transfers), tensor, need, box))
-                transfers.append(None)
-            continue
-        (source,) = holders
-        sent[source] += size
-        if node_of[source] != node_of[need.target]:
-            busy_s[port_of[source]] += size / speed[port_of[source]]
-        transfers += [
-            Transfer(source, need.target, tensor, box, need.source_boxes[0], need.target_box) for box in chunks
-        ]
-    open_chunks.sort(key=lambda chunk: chunk[:2])
-    for negative, index, tensor, need, box in open_chunks:
-        home = node_of[need.target]
-        nearby = [worker for worker in need.holders if node_of[worker] == home]
-        if nearby:
-            source = min(nearby, key=sent.__getitem__)
-        else:
-            source = min(
-                need.holders,
-                key=lambda worker: (busy_s[port_of[worker]] - negative / speed[port_of[worker]], sent[worker]),
-            )
-            busy_s[port_of[source]] -= negative / speed[port_of[source]]
-        sent[source] -= negative
-        transfers[index] = Transfer(source, need.target, tensor, box, need.source_box(source), need.target_box)
-    return [transfer for transfer in transfers if transfer is not None]
+def _regions(coverage: Coverage, nodes: Sequence[int], *, forwarding: bool) -> list[Region]:
+    node_of = np.asarray(nodes, dtype=np.int64)
+    regions: dict[tuple[tuple[int, ...], tuple[int, ...]], Region] = {}
+    kinds: dict[tuple[int, int], Kind] = {}
+    for tensor, index in coverage.tensors:
+        pattern = coverage.patterns[index]
+        key = (index, tensor.itemsize)
+        if key not in kinds:
+            kinds[key] = Kind(demands_of(pattern), tensor.itemsize, node_of, forwarding=forwarding)
+        regions.setdefault((pattern.previous, pattern.current), Region()).add(tensor, kinds[key])
+    return list(regions.values())
 
 
 def _digest(num_workers: int, coverage: Coverage, rounds: Sequence[Sequence[Transfer]]) -> str:

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from etc_agent.parallel.generation import Generation
+from etc_agent.parallel.topology import node_numbers
 from etc_agent.planner.effect import buffer_bytes, by_worker, kept_bytes, num_transfers, received_bytes, traffic_of
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.loads import Links
 from etc_agent.planner.memory import peak_bytes
 from etc_agent.planner.migration import make_plan
 from etc_agent.reconfig.leader import decide
@@ -127,7 +127,8 @@ def plan_of(view: View, generation: Generation) -> PlanPreview | None:
     if len(slots) > MOST_WORKERS:
         return None
     topology = view.topology
-    plan = make_plan(old, new, links=Links.on(slots, topology))
+    node_of = node_numbers(slots)
+    plan = make_plan(old, new, nodes=node_of, forwarding=len(set(node_of)) > 1)
     peaks, released = peak_bytes(plan, old, new, "keep"), peak_bytes(plan, old, new, "release")
     kept, received = kept_bytes(plan), received_bytes(plan)
     traffic = traffic_of(plan, slots, topology)

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from etc_agent.parallel.topology import Placement, Slot, Topology
+from etc_agent.parallel.topology import Placement, Slot, Topology, node_numbers
 from etc_agent.planner.effect import buffer_bytes, by_worker, num_transfers, traffic_of
-from etc_agent.planner.loads import Links
 from etc_agent.planner.memory import peak_bytes
 from etc_agent.planner.migration import make_plan
 from etc_agent.planner.model_atoms import model_atoms
@@ -130,7 +129,7 @@ def summarise(
     if isolated or max(len(where), len(sketch.placement)) > MAX_LISTED:
         return PlanSummary(*basis, max(sketch.bottleneck_s, inside))
     slots, old, new = by_worker(previous.layout(), where, current.layout(), sketch.placement)
-    plan = make_plan(old, new, links=Links.on(slots, topology), budget_bytes=budget_bytes, forwarding=forwarding)
+    plan = make_plan(old, new, nodes=node_numbers(slots), budget_bytes=budget_bytes, forwarding=forwarding)
     traffic = traffic_of(plan, slots, topology)
     mode: Literal["keep", "release"] = memory if budget_bytes is None else "release"
     return PlanSummary(

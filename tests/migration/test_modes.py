@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from etc_agent.migration.modes import ModeRequest, choose_mode, free_bytes
+from etc_agent.migration.modes import ModeRequest, bid_of, choose_mode, free_bytes
 from etc_agent.state.layout import Manifest
 from tests.migration.states import grid, logical
 
@@ -16,7 +16,8 @@ NEW: list[Manifest] = [(HALVES[0],), (HALVES[1],)]
 
 
 def chosen(*wishes: ModeRequest) -> tuple[str, int | None, str]:
-    choice = choose_mode(wishes, OLD, NEW)
+    each = zip(wishes, OLD, NEW, strict=True)
+    choice = choose_mode([bid_of(worker, *bid) for worker, bid in enumerate(each)])
     return choice.mode, choice.budget_bytes, choice.why
 
 
@@ -42,7 +43,7 @@ def test_what_is_asked_for_is_done_and_one_that_releases_decides_for_all() -> No
 
 
 def test_a_shard_that_stays_counts_once() -> None:
-    assert choose_mode([ModeRequest("auto", 0, 0)], [(WHOLE[0],)], [(WHOLE[0],)]).mode == "keep"
+    assert bid_of(0, ModeRequest("auto", 0, 0), (WHOLE[0],), (WHOLE[0],)).weight == 0
 
 
 def test_free_host_memory_is_what_the_kernel_can_give() -> None:

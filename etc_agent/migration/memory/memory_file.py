@@ -59,12 +59,12 @@ def host_of(described: bytes) -> str:
     return described.rstrip(b"\0").decode().partition(" ")[0]
 
 
-def map_described(described: bytes, size: int) -> ctypes.Array[ctypes.c_char] | None:
-    """Map the `size` bytes that a peer described; None where the peer is on another host, of another user, or gone."""
+def map_described(described: bytes) -> ctypes.Array[ctypes.c_char] | None:
+    """Map the memory that a peer described; None where the peer is on another host, of another user, or gone."""
     fields = described.rstrip(b"\0").decode().split()
     if len(fields) != 6:
         return None
-    pid, fd, device, inode, real_size = map(int, fields[1:])
+    pid, fd, device, inode, size = map(int, fields[1:])
     try:
         if fields[0] != _host_identity():
             return None
@@ -74,7 +74,7 @@ def map_described(described: bytes, size: int) -> ctypes.Array[ctypes.c_char] | 
     try:
         stat = os.fstat(opened)
         # By now the same descriptor number may be another file, and the same pid another process.
-        if (stat.st_dev, stat.st_ino, stat.st_size) != (device, inode, real_size) or size != real_size:
+        if (stat.st_dev, stat.st_ino, stat.st_size) != (device, inode, size):
             return None
         return Mapped(size, opened).part(0, size, gives_back=False)
     except OSError:

@@ -24,6 +24,7 @@ from etc_agent.migration.memory.memory_file import MemoryFile, can_share
 from etc_agent.migration.memory.pages import prefault
 from etc_agent.migration.memory.parcels import Parcel, lay_out, tensor_at, tensors_of
 from etc_agent.migration.schedule import Message
+from etc_agent.migration.transport.places import Places
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 
@@ -45,6 +46,7 @@ class SharedMemory:
 
     def __init__(self, plan: MigrationPlan, worker: int) -> None:
         parcels, size = arena_layout(plan, worker)
+        self._starts = _starts(parcels)
         self.file: MemoryFile | None = None
         self.tensors: dict[Shard, torch.Tensor] = {}
         if not size:
@@ -60,6 +62,10 @@ class SharedMemory:
         """Whether `tensor` is the one that was allocated here for `shard`."""
         mine = self.tensors.get(shard)
         return mine is not None and mine.data_ptr() == tensor.data_ptr() and tensor.is_contiguous()
+
+    def places(self, message: Message) -> list[int]:
+        """Where the new tensors of the boxes of a received message start."""
+        return [self._starts[Shard(transfer.tensor, transfer.target_box)] for transfer in message.transfers]
 
     def close(self) -> None:
         """No peer can map this memory any more. The tensors stay."""
@@ -83,18 +89,19 @@ class PeerTensors:
 
     Args:
         mapped: peer -> its memory, mapped in this process.
+        places: where the new tensors are in it.
     """
 
-    def __init__(self, plan: MigrationPlan, mapped: Mapping[int, ctypes.Array[ctypes.c_char]]) -> None:
+    def __init__(self, mapped: Mapping[int, ctypes.Array[ctypes.c_char]], places: Places) -> None:
         self._mapped = mapped
-        self._starts = {peer: _starts(arena_layout(plan, peer)[0]) for peer in mapped}
+        self._places = places
 
     def outgoing(self, message: Message) -> tuple[torch.Tensor, ...]:
-        memory, starts = self._mapped[message.peer], self._starts[message.peer]
+        memory, starts = self._mapped[message.peer], self._places[message.peer, message.tag]
         targets = []
-        for transfer in message.transfers:
+        for transfer, start in zip(message.transfers, starts, strict=True):
             shard = Shard(transfer.tensor, transfer.target_box)
-            target = as_bits(tensor_at(memory, starts[shard], shard)[transfer.box.within(shard.box)])
+            target = as_bits(tensor_at(memory, start, shard)[transfer.box.within(shard.box)])
             prefault(target)
             targets.append(target)
         return tuple(targets)
@@ -105,16 +112,11 @@ class PeerTensors:
 
 
 def arena_layout(plan: MigrationPlan, worker: int) -> tuple[list[Parcel], int]:
-    """Where the new shards of `worker` lie in its shared memory, and its size in bytes; equal in every process."""
+    """Where the new shards of `worker` lie in its shared memory, and its size in bytes."""
     kept = {Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker and r.is_whole}
     received = (Shard(t.tensor, t.target_box) for transfers in plan.rounds for t in transfers if t.target == worker)
     referred = (Shard(r.tensor, r.target_box) for r in plan.refers if r.worker == worker)
     return lay_out(sorted({*received, *referred} - kept))
-
-
-def arena_bytes(plan: MigrationPlan, worker: int) -> int:
-    """The size of that memory in bytes."""
-    return arena_layout(plan, worker)[1]
 
 
 def _starts(parcels: Iterable[Parcel]) -> dict[Shard, int]:

@@ -12,7 +12,7 @@ rings a bell in the other direction (the *clearance*) to say that the earlier ro
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, sch
 from etc_agent.migration.transport.bells import Bells, Rung
 from etc_agent.migration.transport.neighbours import Neighbours, find_neighbours, pairs_of_hosts
 from etc_agent.migration.transport.peers import Peers
+from etc_agent.migration.transport.places import Places, tell_places
 from etc_agent.planner.plan import MigrationPlan
 
 _CLEARANCE_TAG = 1 << 24
@@ -35,6 +36,11 @@ class Area:
 
     starts: Mapping[tuple[int, int], int]
     num_bytes: int
+
+    def places(self, message: Message) -> list[int]:
+        """Where each box of a received message starts."""
+        start = self.starts[message.peer, message.tag]
+        return [start + begin for begin in message.starts_bytes]
 
 
 def area_of(schedule: Schedule) -> Area:
@@ -55,18 +61,17 @@ def area_of(schedule: Schedule) -> Area:
 class Landing:
     """The landing areas that one worker reads from (its own) and writes to (its peers')."""
 
-    worker: int
     neighbours: Neighbours = field(default_factory=Neighbours)
     mine: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     my_area: Area = field(default_factory=lambda: Area({}, 0))
-    theirs: Mapping[int, tuple[torch.Tensor, Area]] = field(default_factory=dict)
+    theirs: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
 
     def outgoing(self, message: Message) -> tuple[torch.Tensor, ...]:
-        memory, area = self.theirs[message.peer]
-        return _items(memory, area.starts[self.worker, message.tag], message)
+        return _items(self.theirs[message.peer], self.places[message.peer, message.tag], message)
 
     def incoming(self, message: Message) -> tuple[torch.Tensor, ...]:
-        return _items(self.mine, self.my_area.starts[message.peer, message.tag], message)
+        return _items(self.mine, self.my_area.places(message), message)
 
 
 def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: bool) -> Landing:
@@ -79,30 +84,25 @@ def share_landing(plan: MigrationPlan, worker: int, peers: Peers, *, wanted: boo
         MigrationError: as for `Peers.agree`.
     """
     all_pairs = pairs_of_hosts(plan, ["any"] * plan.num_workers)
-
-    def size_of(of: int) -> int:
-        """An upper bound, whoever shares in the end. Pages that are never written take no memory."""
-        return area_of(schedule_for(plan, of, all_pairs)).num_bytes
-
-    size = size_of(worker)
+    # An upper bound, whoever shares in the end. Pages that are never written take no memory.
+    size = area_of(schedule_for(plan, worker, all_pairs)).num_bytes
     file = None
     if wanted and size:
         try:
             file = MemoryFile(size)
         except OSError:
             wanted = False
-    neighbours = find_neighbours(plan, worker, peers, file, size_of, wanted=wanted)
-    area = area_of(schedule_for(plan, worker, neighbours.pairs))
+    neighbours = find_neighbours(plan, worker, peers, file, wanted=wanted)
+    schedule = schedule_for(plan, worker, neighbours.pairs)
+    area = area_of(schedule)
     mine = torch.empty(0, dtype=torch.uint8)
     if file is not None and area.num_bytes:
         # A child process that was forked meanwhile keeps the file mapped for as long as it lives.
         mine = torch.frombuffer(file.memory.part(0, size, gives_back=True), dtype=torch.uint8)
         touch(mine[: area.num_bytes])
-    theirs = {
-        target: (torch.frombuffer(memory, dtype=torch.uint8), area_of(schedule_for(plan, target, neighbours.pairs)))
-        for target, memory in neighbours.mapped.items()
-    }
-    return Landing(worker, neighbours, mine, area, theirs)
+    theirs = {target: torch.frombuffer(memory, dtype=torch.uint8) for target, memory in neighbours.mapped.items()}
+    places = tell_places(peers, schedule, area.places)
+    return Landing(neighbours, mine, area, theirs, places)
 
 
 class Clearances:
@@ -130,6 +130,6 @@ class Clearances:
                     self._bells.ring(message.peer, _CLEARANCE_TAG + message.tag)
 
 
-def _items(memory: torch.Tensor, start: int, message: Message) -> tuple[torch.Tensor, ...]:
-    items = zip(message.starts_bytes, message.transfers, strict=True)
-    return tuple(bits_at(memory, start + begin, t.box.shape, t.tensor.itemsize) for begin, t in items)
+def _items(memory: torch.Tensor, starts: Sequence[int], message: Message) -> tuple[torch.Tensor, ...]:
+    items = zip(starts, message.transfers, strict=True)
+    return tuple(bits_at(memory, start, t.box.shape, t.tensor.itemsize) for start, t in items)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etc_agent.migration.memory.memory_file import MemoryFile, describe, host_of, map_described
@@ -32,7 +32,6 @@ def find_neighbours(
     worker: int,
     peers: Peers,
     file: MemoryFile | None,
-    size_of: Callable[[int], int],
     *,
     wanted: bool,
 ) -> Neighbours:
@@ -40,7 +39,6 @@ def find_neighbours(
 
     Args:
         file: this worker's memory that others may write to; None for a worker that receives nothing.
-        size_of: worker -> the size in bytes of its shared memory.
         wanted: whether this worker is able to share memory.
 
     Raises:
@@ -50,7 +48,7 @@ def find_neighbours(
     hosts = [host_of(text) for text in described]
     pairs = pairs_of_hosts(plan, hosts)
     targets = {target for source, target in pairs if source == worker}
-    mapped = {target: m for target in targets if (m := map_described(described[target], size_of(target))) is not None}
+    mapped = {target: m for target in targets if (m := map_described(described[target])) is not None}
     partners = sorted({other for pair in pairs if worker in pair for other in pair} - {worker})
     bells = _bells_to(partners)
     doors = [json.loads(row) for row in peers.gather(json.dumps(bells.doors).encode())]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.memory_file import DESCRIPTION_BYTES
-from etc_agent.migration.schedule import Schedule
+from etc_agent.migration.schedule import Message, Schedule
 from etc_agent.migration.transport.wire import Wire, Work, first_line
 from etc_agent.planner.plan import MigrationPlan
 
@@ -69,13 +70,39 @@ class Peers:
             raise self._absent(error) from error
 
     def meet(self, schedule: Schedule) -> None:
-        """Exchange the first message with every peer, so that connections and kernel buffers exist before the
-        switch."""
-        receive_peers, send_peers = schedule.receive_peers, schedule.send_peers
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._wire.device)
-        received, sent = self._wire.post([(p, 0, byte) for p in receive_peers], [(p, 0, byte) for p in send_peers])
-        for peer, work in zip((*receive_peers, *send_peers), (*received, *sent), strict=True):
-            self.wait(work, f"the first message from or to worker {peer}")
+        """Exchange the first message with every peer, so that connections and kernel buffers exist before the switch:
+        the digest of all messages from one to the other, as each end derives them.
+
+        Raises:
+            MigrationError: a peer sends other messages than this worker expects, or does not answer in time.
+        """
+        device = self._wire.device
+        expected = _pair_digests([m for each in schedule.rounds for m in each.receives])
+        sent = {peer: each.to(device) for peer, each in
+                _pair_digests([m for each in schedule.rounds for m in each.sends]).items()}
+        heard = {peer: torch.empty_like(each, device=device) for peer, each in expected.items()}
+        self.exchange(sent, heard, 0, "the first message")
+        wrong = [str(peer) for peer, each in expected.items() if heard[peer].tolist() != each.tolist()]
+        if wrong:
+            raise MigrationError(
+                f"worker {self._worker}: worker {', '.join(wrong)} would send other messages than this worker expects; "
+                "every worker must derive its instructions from the same manifests"
+            )
+
+    def exchange(
+        self, told: Mapping[int, torch.Tensor], heard: Mapping[int, torch.Tensor], tag: int, what: str
+    ) -> None:
+        """Send a tensor to each peer in `told` and receive one from each in `heard`, and wait.
+
+        Raises:
+            MigrationError: a peer does not answer in time.
+        """
+        received, sent = self._wire.post(
+            [(peer, tag, tensor.view(torch.uint8)) for peer, tensor in heard.items()],
+            [(peer, tag, tensor.view(torch.uint8)) for peer, tensor in told.items()],
+        )
+        for peer, work in zip((*heard, *told), (*received, *sent), strict=True):
+            self.wait(work, f"{what} from or to worker {peer}")
 
     def wait(self, work: Work, doing: str) -> None:
         """Wait for an operation.
@@ -92,3 +119,15 @@ class Peers:
         return MigrationError(
             f"worker {self._worker}: not every worker takes part in the migration: {first_line(error)}"
         )
+
+
+def _pair_digests(messages: Sequence[Message]) -> dict[int, torch.Tensor]:
+    """Peer -> the SHA-256 of its messages: 32 bytes."""
+    digests: dict[int, hashlib._Hash] = {}
+    for message in messages:
+        boxes = [(t.tensor.name, t.tensor.dtype, t.box.offset, t.box.shape, t.forwarded) for t in message.transfers]
+        text = repr((message.tag, message.shared, boxes)).encode()
+        digests.setdefault(message.peer, hashlib.sha256()).update(text)
+    return {
+        peer: torch.frombuffer(bytearray(digests[peer].digest()), dtype=torch.uint8) for peer in sorted(digests)
+    }

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from etc_agent.migration.transport.bells import Bells, Rung
 from etc_agent.torch_private.backends import one_launch
@@ -136,6 +137,30 @@ class Wire:
         rows = [torch.empty_like(row) for _ in range(self.size)]
         self._group.allgather([rows], [row]).wait(timeout)
         return rows
+
+    def maximum(self, values: Sequence[int], timeout: datetime.timedelta) -> list[int]:
+        """The largest of each of `values` over all workers."""
+        numbers = torch.tensor([int(value) for value in values], dtype=torch.int64, device=self.device)
+        self._reduce(numbers, dist.ReduceOp.MAX, timeout)
+        return [int(number) for number in numbers.tolist()]
+
+    def total(self, numbers: torch.Tensor, timeout: datetime.timedelta) -> torch.Tensor:
+        """The sum of an equally shaped tensor over all workers, in place."""
+        self._reduce(numbers, dist.ReduceOp.SUM, timeout)
+        return numbers
+
+    def _reduce(self, numbers: torch.Tensor, operation: Any, timeout: datetime.timedelta) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(operation)
+        self._group.allreduce([numbers], options).wait(timeout)
+
+    def broadcast_bytes(self, source: int, mine: bytes, timeout: datetime.timedelta) -> bytes:
+        """The byte string of worker `source`, on every worker; what the others pass is ignored."""
+        (size,) = self.maximum([len(mine) if self.rank == source else 0], timeout)
+        row = torch.zeros(size, dtype=torch.uint8)
+        if self.rank == source and mine:
+            row[:] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return self.total(row.to(self.device), timeout).cpu().numpy().tobytes() if size else b""
 
     def gather_bytes(self, mine: bytes, timeout: datetime.timedelta) -> list[bytes]:
         """The byte strings of all workers, of any length, in worker order."""

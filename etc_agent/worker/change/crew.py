@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from etc_agent.errors import EtcError
 from etc_agent.parallel.generation import Generation
-from etc_agent.parallel.topology import Slot
+from etc_agent.parallel.topology import Slot, node_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,7 @@ class Crew:
     @property
     def nodes(self) -> tuple[int, ...]:
         """Worker -> the number of its node; nodes are numbered in the order of their first worker."""
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(slot.node for slot in self.slots))}
-        return tuple(numbers[slot.node] for slot in self.slots)
+        return node_numbers(self.slots)
 
     @property
     def num_on_this_node(self) -> int:

@@ -6,35 +6,36 @@ workers of both generations take part (`crew`).
 
 from __future__ import annotations
 
+import datetime
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from etc_agent.control.causes import ErrorKind, kind_of
-from etc_agent.errors import EtcError, RelayedError, named, one_line
+from etc_agent.control.causes import kind_of
+from etc_agent.errors import EtcError, named, one_line
 from etc_agent.integrations.native import TrainState, shards_of
 from etc_agent.integrations.tensors import all_tensors
-from etc_agent.migration.modes import Choice, ModeRequest, choose_mode, free_bytes
+from etc_agent.migration.modes import Choice, ModeRequest, bid_of, choose_together, free_bytes
+from etc_agent.migration.own_plan import Change, OwnPlan
+from etc_agent.migration.transport.wire import Wire
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.planner.plan import MigrationPlan
-from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Manifest, Shard
 from etc_agent.worker.change.crew import Crew
-from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.groups import ChangeConnections, GroupMaker, Groups
-from etc_agent.worker.change.modes.make_mode import make_mode, make_plan_for
+from etc_agent.worker.change.modes.make_mode import make_mode, plan_for
 from etc_agent.worker.change.prepared import PreparedGeneration
-from etc_agent.worker.change.state.amending import Said, amend, check_carried, gather_amendments, warn_of_losses
+from etc_agent.worker.change.state.amending import Said, amend, amendments_of, check_carried, warn_of_losses
 from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.change.state.rescued import Rescued
 from etc_agent.worker.change.state.rng import carried_stream
+from etc_agent.worker.change.told import Refusal, Task, ToldNew, ToldOld, tell_new_side, tell_old_side
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build, build_on_meta
@@ -44,10 +45,6 @@ from etc_agent.worker.world.connections import Connections
 from etc_agent.worker.world.swap import World, entered
 
 _log = logging.getLogger(__name__)
-
-Refusal = tuple[ErrorKind, str]
-"""Why a worker cannot build its part of the next generation: kind of error, and reason."""
-
 
 class Owner(Protocol):
     """The change that is being prepared: it knows the connections that are made, and whether it was aborted."""
@@ -65,16 +62,6 @@ class Owner(Protocol):
 
     def await_memory(self) -> None:
         """Wait until the memory of earlier generations is freed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What is prepared, and by which worker."""
-
-    generation: Generation
-    previous: Generation
-    crew: Crew
-    settings: Settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,21 +107,21 @@ def prepare(
         with _phase(phases_ms, "rescue"):
             old = _old_side(task, _with_rescued(task, holdings, owner, groups.all_workers))
         with _phase(phases_ms, "amend"):
-            said = gather_amendments(groups.all_workers, old.holdings)
+            told = tell_old_side(task, groups.all_workers, tuple(old.sources), amendments_of(old.holdings))
+            said = told.said
             refusal = refusal or amend(state, groups.world, said)
             new = _new_side(task, state, groups.world, said)
         with _phase(phases_ms, "memory"):
             owner.await_memory()
             owner.check()
         with _phase(phases_ms, "manifests"):
-            rows = gather_json(groups.all_workers, _say(old, new, refusal, _mode_request(task)))
-            _refuse_if_any(rows)
+            told_new = tell_new_side(task, groups.all_workers, new.manifest, new.views, refusal)
         with _phase(phases_ms, "plan"):
-            choice, plan = _plan(task, old, said, rows)
+            choice, own = _plan(task, groups.all_workers, old, told, new, told_new)
         with _phase(phases_ms, "allocate"):
             following = _following(task, groups, state, owner.connections.side)
             mode = make_mode(
-                choice, plan, crew.worker, groups.all_workers, old.sources, new.manifest, following, settings
+                choice, own.plan, crew.worker, groups.all_workers, old.sources, new.manifest, following, settings
             )
             undo.callback(mode.close)
         owner.check()
@@ -142,7 +129,7 @@ def prepare(
             mode.migration.prepare()
         undo.pop_all()
     return PreparedGeneration(
-        generation, previous, slot, crew, groups.all_workers, plan, plan.moved_bytes, choice, mode, following,
+        generation, previous, slot, crew, groups.all_workers, own.plan, own.moved_bytes, choice, mode, following,
         old.holdings, any(row["has_values"] for row in said), old.stream, new.stream, owner.connections, phases_ms,
     )
 
@@ -217,39 +204,26 @@ def _mode_request(task: Task) -> ModeRequest:
     return ModeRequest(settings.migration, settings.budget_bytes, free_bytes(settings.device) // sharing)
 
 
-def _say(old: OldSide, new: NewSide, refusal: Refusal | None, request: ModeRequest) -> dict[str, Any]:
-    return {
-        "old": encode_manifest(tuple(old.sources)), "new": encode_manifest(new.manifest),
-        "views": new.views, "refusal": refusal, "mode": asdict(request),
-    }
-
-
-def _refuse_if_any(rows: Sequence[dict[str, Any]]) -> None:
-    """Raise RelayedError if a worker refuses; of several refusals, the one that most likely caused the others."""
-    kinds = list(ErrorKind)
-    refusals = [row["refusal"] for row in rows if row["refusal"] is not None]
-    if refusals:
-        kind, error = min(refusals, key=lambda refusal: kinds.index(refusal[0]))
-        raise RelayedError(error, kind)
-
-
-def _plan(task: Task, old: OldSide, said: Said, rows: Sequence[dict[str, Any]]) -> tuple[Choice, MigrationPlan]:
-    """The mode and the plan, equal on every worker, derived from the manifests and requests of all workers."""
-    crew, generation = task.crew, task.generation
-    before, after = ([decode_manifest(row[side]) for row in rows] for side in ("old", "new"))
-    views = {name for row in rows for name in row["views"]}
-    dropped = [name for name in check_carried(said, before, after) if name not in views]
+def _plan(
+    task: Task, group: dist.ProcessGroup, old: OldSide, told: ToldOld, new: NewSide, told_new: ToldNew
+) -> tuple[Choice, OwnPlan]:
+    """The mode, equal on every worker, and this worker's part of the plan."""
+    crew, generation, settings = task.crew, task.generation, task.settings
+    dropped = [name for name in check_carried(told.said, told.names(), told_new.names()) if name not in told_new.views]
     if crew.old_rank is not None:
         at = task.previous.config.coordinate(crew.old_rank)
         warn_of_losses(generation.id, dropped if crew.worker == 0 else (), old.holdings, at.dp == at.tp == 0)
-    choice = choose_mode([ModeRequest(**row["mode"]) for row in rows], before, after)
+    wire, timeout = Wire(group), datetime.timedelta(seconds=settings.switch_timeout_s)
+    held = tuple(old.sources)
+    choice = choose_together(wire, bid_of(crew.worker, _mode_request(task), held, new.manifest), timeout)
     if choice.mode == "release" and crew.worker == 0:
         _log.warning(
             "generation %d is migrated to in release mode, since %s: once it has begun, old tensors are released "
             "as new ones arrive, and a worker that is lost then takes state with it",
             generation.id, choice.why,
         )
-    return choice, make_plan_for(choice, before, after, list(crew.nodes))
+    change = Change(told.described, told_new.described, held, new.manifest, crew.nodes)
+    return choice, plan_for(choice, wire, change, timeout)
 
 
 def _following(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import datetime
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,9 @@ import torch.distributed as dist
 from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import shared_memory_for
 from etc_agent.migration.modes import Choice
+from etc_agent.migration.own_plan import Change, OwnPlan, plan_to_keep, plan_to_release
 from etc_agent.migration.release import ReleasingMigration
-from etc_agent.migration.release_plan import plan_release
-from etc_agent.planner.migration import make_plan
+from etc_agent.migration.transport.wire import Wire
 from etc_agent.planner.plan import MigrationPlan
 from etc_agent.state.layout import Manifest, Shard
 from etc_agent.worker.change.modes.keeping import Keeping, allocate
@@ -22,14 +23,12 @@ from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.settings import Settings
 
 
-def make_plan_for(
-    choice: Choice, old: Sequence[Manifest], new: Sequence[Manifest], nodes: Sequence[int]
-) -> MigrationPlan:
-    """The plan from the manifests `old` to `new`, by worker; `nodes`: worker -> number of its node."""
+def plan_for(choice: Choice, wire: Wire, change: Change, timeout: datetime.timedelta) -> OwnPlan:
+    """This worker's part of the plan. Collective; raises as `own_plan.plan_to_keep` does."""
     if choice.mode == "release":
-        return plan_release(old, new, choice.budget_bytes, nodes)
+        return plan_to_release(wire, change, choice.budget_bytes, timeout)
     # Forwarding relieves network ports; on a single host there is nothing to relieve.
-    return make_plan(old, new, nodes=nodes, forwarding=len(set(nodes)) > 1)
+    return plan_to_keep(wire, change, timeout, forwarding=len(set(change.nodes or ())) > 1)
 
 
 def make_mode(

@@ -8,14 +8,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.amendments import Amendments
 from etc_agent.integrations.train_state import TrainState
-from etc_agent.state.layout import Manifest
-from etc_agent.worker.change.exchange import gather_json
 from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.world.swap import World, entered
 
@@ -24,23 +20,20 @@ _log = logging.getLogger(__name__)
 _MOST_NAMES = 5
 
 Said = Sequence[Mapping[str, Any]]
-"""Worker -> its `amendments` as JSON; whether its optimizer `has_values`, which is state of parameters that is not
-tensors; and the `streams` of lost workers that it has copies of."""
+"""What workers say of their old state, once for all that say the same: their `amendments` as JSON; whether their
+optimizer `has_values`, which is state of parameters that is not tensors; and the `streams` of lost workers that they
+have copies of."""
 
 
-def gather_amendments(group: dist.ProcessGroup, holdings: Holdings | None) -> Said:
-    """What each worker of the previous generation has changed since its `build`. Collective.
-
-    Raises:
-        RuntimeError: a worker was lost.
-    """
+def amendments_of(holdings: Holdings | None) -> dict[str, Any]:
+    """What this worker says of its old state; nothing where it joins."""
     if holdings is None:
-        return gather_json(group, {"amendments": {}, "has_values": False, "streams": []})
-    return gather_json(group, {
+        return {"amendments": {}, "has_values": False, "streams": []}
+    return {
         "amendments": holdings.amendments.to_json(),
         "has_values": holdings.has_values or holdings.rescued.has_parameter_values,
-        "streams": holdings.rescued.streams,
-    })
+        "streams": sorted(holdings.rescued.streams),
+    }
 
 
 def amend(state: TrainState | None, world: World | None, said: Said) -> tuple[ErrorKind, str] | None:
@@ -56,18 +49,17 @@ def amend(state: TrainState | None, world: World | None, said: Said) -> tuple[Er
     return None
 
 
-def check_carried(said: Said, previous: Sequence[Manifest], current: Sequence[Manifest]) -> list[str]:
+def check_carried(said: Said, held: Sequence[set[str]], wanted: set[str]) -> list[str]:
     """Check that the next generation has a place for all optimizer state, and that all ranks of a parameter have
-    changed it alike. Entry i of all three arguments is worker i's.
+    changed it alike. `held`: the tensors of the workers that entry i of `said` is of; `wanted`: those of the next
+    generation.
 
     Returns the tensors of the old model that the new one does not have, to be named in a warning.
 
     Raises:
         EtcError: one of the checks fails; the message names the tensors.
     """
-    held = [{shard.tensor.name for shard in manifest} for manifest in previous]
     _check_replicas([row["amendments"] for row in said], held)
-    wanted = {shard.tensor.name for manifest in current for shard in manifest}
     gone = sorted({name for names in held for name in names} - wanted)
     _refuse(
         [name for name in gone if name.startswith("optimizer.") and f"model.{_parameter_of(name)}" in wanted],

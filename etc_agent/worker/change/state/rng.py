@@ -45,5 +45,9 @@ def carried_stream(rank: int, config: ParallelConfig, other: ParallelConfig, dev
 
 def stream_of(at: Coordinate, state: torch.Tensor) -> Shard:
     """The stream of the coordinate `at` as a shard; `state`: of any stream on such a device."""
-    return Shard(LogicalTensor(f"{STREAM_PREFIX}pp{at.pp}.dp{at.dp}.tp{at.tp}", (len(state),), "uint8", 1),
-                 whole((len(state),)))
+    return Shard(LogicalTensor(f"{STREAM_PREFIX}{place_of(at)}", (len(state),), "uint8", 1), whole((len(state),)))
+
+
+def place_of(at: Coordinate) -> str:
+    """The end of a stream's name."""
+    return f"pp{at.pp}.dp{at.dp}.tp{at.tp}"
