@@ -17,6 +17,7 @@ import click
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology, node_numbers
 from etc_agent.planner.classes import Side
+from etc_agent.planner.effect import by_worker
 from etc_agent.planner.instructions import Instructor
 from etc_agent.planner.migration import ROUND_BYTES, ROUND_TRANSFERS
 from etc_agent.planner.model_atoms import model_atoms
