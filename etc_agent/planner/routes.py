@@ -49,7 +49,8 @@ class Routes:
     def __init__(self, demand: Demand, node_of: Workers, *, forwarding: bool) -> None:
         holders = _by_node(demand.holders, node_of)
         needers = _by_node(demand.needers, node_of)
-        self._near = [(workers, holders[node]) for node, workers in needers.items() if node in holders]
+        near = [node for node in needers if node in holders]
+        self._near = tuple(_Table([of[node] for node in near]) for of in (needers, holders)) if near else ()
         self._holders = _Table(list(holders.values()))
         remote = [workers for node, workers in needers.items() if node not in holders]
         self._far = np.sort(np.concatenate(remote)) if remote and not forwarding else np.empty(0, dtype=np.int64)
@@ -57,11 +58,10 @@ class Routes:
         self._forest = _Forest(len(holders), len(remote)) if self._remote is not None else None
         self._num_ways = len(demand.holders) + (len(demand.needers) - 1 if forwarding else 0)
         self.depth = 0
-        sizes = [len(workers) for _, workers in self._near] + [len(h) for _, h in self._near]
-        sizes += [len(holders), *map(len, holders.values())]
+        sizes = [len(holders), *map(len, (*holders.values(), *needers.values()))]
         if self._remote is not None and self._forest is not None:
             self.depth = int(self._forest.depth.max() + _DEPTH_IN_NODE[int(self._remote.sizes.max()) - 1])
-            sizes += [len(remote), *map(len, remote)]
+            sizes.append(len(remote))
         self.period = min(len(holders) * lcm(*sizes), _MOST_ROTATIONS)
 
     def num_chunks(self, size_bytes: int) -> int:
@@ -76,14 +76,22 @@ class Routes:
         return Legs(*(np.concatenate([getattr(part, name) for part in parts]) for name in Legs.__slots__))
 
     def _parts(self, num_chunks: int, rotation: int) -> Iterator[Legs]:
-        for needers, holders in self._near:
-            line, chunk, target = _line(num_chunks, needers, rotation)
-            yield Legs(holders[line % len(holders)], target, chunk, np.zeros_like(chunk))
+        if self._near:
+            needers, holders = self._near
+            yield self._on_nodes(needers, holders, num_chunks, rotation)
         if len(self._far):
             line, chunk, target = _line(num_chunks, self._far, rotation)
             yield Legs(self._holders.deal(line), target, chunk, np.zeros_like(chunk))
         if self._remote is not None and self._forest is not None:
             yield self._forwarded(self._remote, self._forest, num_chunks, rotation)
+
+    def _on_nodes(self, needers: _Table, holders: _Table, num_chunks: int, rotation: int) -> Legs:
+        """Arrays of (chunks, nodes, members of a node) here; the members are padded to the largest node."""
+        sizes, member = needers.sizes[:, None], np.arange(needers.rows.shape[1])
+        chunk, target, exists = needers.for_each(num_chunks)
+        line = (chunk + rotation * num_chunks) * sizes + member
+        source = holders.rows[np.arange(len(sizes))[:, None], line % holders.sizes[:, None]]
+        return Legs(source[exists], target[exists], chunk[exists], np.zeros(int(exists.sum()), dtype=np.int64))
 
     def _forwarded(self, remote: _Table, forest: _Forest, num_chunks: int, rotation: int) -> Legs:
         """Arrays of (chunks, nodes, members of a node) here; the members are padded to the largest node."""
@@ -102,9 +110,7 @@ class Routes:
         inside = np.take_along_axis(np.broadcast_to(remote.rows, place.shape), before, axis=2)
         source = np.where(place == 0, into_node[:, :, None], inside)
         depth = forest.depth[position][:, :, None] + _DEPTH_IN_NODE[place]
-        exists = np.broadcast_to(member < remote.sizes[:, None], place.shape)
-        chunk = np.broadcast_to(np.arange(num_chunks)[:, None, None], place.shape)
-        target = np.broadcast_to(remote.rows, place.shape)
+        chunk, target, exists = remote.for_each(num_chunks)
         return Legs(source[exists], target[exists], chunk[exists], depth[exists])
 
 
@@ -116,6 +122,13 @@ class _Table:
         self.rows = np.zeros((len(groups), int(self.sizes.max())), dtype=np.int64)
         for row, group in zip(self.rows, groups, strict=True):
             row[: len(group)] = group
+
+    def for_each(self, num_chunks: int) -> tuple[Workers, Workers, NDArray[np.bool_]]:
+        """Chunk, worker, and whether there is one: (chunks, nodes, members of a node)."""
+        shape = (num_chunks, *self.rows.shape)
+        exists = np.arange(shape[2]) < self.sizes[:, None]
+        chunk = np.arange(num_chunks)[:, None, None]
+        return np.broadcast_to(chunk, shape), np.broadcast_to(self.rows, shape), np.broadcast_to(exists, shape)
 
     def deal(self, line: Workers) -> Workers:
         """A worker for each place of a line: the nodes in turn, and on each node its workers in turn."""

@@ -12,6 +12,7 @@ from etc_agent.errors import ConfigRefusedError, EtcError, named, one_line
 from etc_agent.integrations.amendments import Built
 from etc_agent.integrations.native import TrainState, create_optimizer_state, shards_of
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.state.describing import layout_by_class
 from etc_agent.state.encoding import encode_layout
 from etc_agent.state.layout import Shard
 from etc_agent.worker.change.state.user_state import rules_of
@@ -61,15 +62,16 @@ def build_on_meta(
 def describe(
     build: Build, config: ParallelConfig, device: torch.device, generation: int, global_batch: GlobalBatch
 ) -> dict[str, Any]:
-    """The layout that the model would have under `config`, encoded; derived rank by rank without peers or storage.
+    """The layout that the model would have under `config`, encoded; derived from single ranks (`layout_by_class`),
+    without peers or storage.
 
     Raises:
         ConfigRefusedError: the model refuses the config.
     """
     global_batch.check(config)
     try:
-        layout = tuple(
-            _described(build, rank, config, device, generation, global_batch) for rank in range(config.num_ranks)
+        layout = layout_by_class(
+            config, lambda rank: _described(build, rank, config, device, generation, global_batch)
         )
     except EtcError as error:  # nothing here waits for peers or allocates memory, so a retry would fail the same way
         raise ConfigRefusedError(one_line(error)) from error
