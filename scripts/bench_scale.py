@@ -8,6 +8,9 @@ of the plan. Data parallelism grows by one replica. The other workers are simula
 of the change's group: they contribute what real ones would. Each size runs in a process of its own; the worker measured
 holds state that it sends, the busiest kind of worker in such a change.
 
+`vote_ms`: the median time of a vote (`etc_agent.worker.vote`), as processes that are forked from one that has imported
+torch and do nothing but vote; `ring_ms`: of gloo's all-reduce of as many bytes among the same processes, by turns.
+
 `equal_to_make_plan`: at 64 and 384 ranks the parts of all workers together are compared with `make_plan`, transfer by
 transfer. The last line is one JSON object.
 """
@@ -19,6 +22,8 @@ import datetime
 import json
 import multiprocessing
 import resource
+import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +49,9 @@ from etc_agent.worker.change.state.amending import amendments_of, check_carried
 from etc_agent.worker.change.told import Task, tell_new_side, tell_old_side
 from etc_agent.worker.data.division import GlobalBatch
 from etc_agent.worker.settings import Settings
+from etc_agent.worker.vote import Ballot, Vote
+from etc_agent.worker.world.connections import Connections
+from etc_agent.worker.world.stores import raw_group
 from launcher.ctl.planning.command import read_model
 
 RANKS = (8, 64, 384, 1024, 4096, 16384)
@@ -212,11 +220,46 @@ def is_equal_to_make_plan(case: Case) -> bool:
     return True
 
 
+def votes_ms(num_ranks: int, repeats: int = 60) -> tuple[float, float]:
+    """Median milliseconds of a vote and of an all-reduce among `num_ranks` processes."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        results = fork.SimpleQueue()
+        ranks = [
+            fork.Process(target=_vote, args=(folder, rank, num_ranks, repeats, results)) for rank in range(num_ranks)
+        ]
+        for rank in ranks:
+            rank.start()
+        vote_s, ring_s = results.get()
+        for rank in ranks:
+            rank.join()
+    return round(vote_s * 1e3, 3), round(ring_s * 1e3, 3)
+
+
+def _vote(folder: str, rank: int, size: int, repeats: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", size)
+    vote = Vote(torch.distributed.PrefixStore("vote", store), rank, size, 300.0, Connections())
+    ring = raw_group(torch.distributed.PrefixStore("ring", store), rank, size, 300.0, Connections())
+    ballot, values = Ballot(True, 1), torch.ones(4, dtype=torch.int32)
+    times: dict[str, list[float]] = {"vote": [], "ring": []}
+    for _ in range(repeats):
+        for name, cast in (("vote", lambda: vote.cast(ballot)), ("ring", lambda: ring.allreduce([values]).wait())):
+            ring.allreduce([values]).wait()  # all ranks begin together
+            start = time.perf_counter()
+            cast()
+            times[name].append(time.perf_counter() - start)
+    if rank == size - 1:  # the deepest of the tree
+        results.put((statistics.median(times["vote"]), statistics.median(times["ring"])))
+    ring.allreduce([values]).wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
     parser.add_argument("--model", default="llama3-70b")
     parser.add_argument("--compare", type=int, nargs="*", default=[64, 384], help="sizes compared with make_plan")
+    parser.add_argument("--votes", type=int, nargs="*", default=[4, 16, 64], help="ranks that vote")
     arguments = parser.parse_args()
     model = read_model(arguments.model)
     spawn = multiprocessing.get_context("spawn")
@@ -225,8 +268,16 @@ def main() -> None:
         with spawn.Pool(1) as pool:
             by_ranks[str(num_ranks)] = pool.apply(prepare, (Case(model, num_ranks),))
         print(f"{num_ranks:>6} ranks: {by_ranks[str(num_ranks)]}", flush=True)
+    voted = {}
+    for num_ranks in arguments.votes:
+        voted[str(num_ranks)] = votes_ms(num_ranks)
+        print(f"{num_ranks:>6} ranks: vote, all-reduce: {voted[str(num_ranks)]} ms", flush=True)
     equal = all([is_equal_to_make_plan(Case(model, num_ranks)) for num_ranks in arguments.compare])
-    print(json.dumps({"by_ranks": by_ranks, "equal_to_make_plan": equal}))
+    print(json.dumps({
+        "by_ranks": by_ranks, "equal_to_make_plan": equal,
+        "vote_ms": {size: vote for size, (vote, _) in voted.items()},
+        "ring_ms": {size: ring for size, (_, ring) in voted.items()},
+    }))
 
 
 if __name__ == "__main__":

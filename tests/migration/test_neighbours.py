@@ -203,14 +203,13 @@ def test_only_the_very_pipe_that_was_described_is_opened(tmp_path: Path) -> None
 def test_only_the_very_file_that_was_described_is_mapped(tmp_path: Path) -> None:
     file = memory_file.MemoryFile(8192)
     described = memory_file.describe(file)
-    mapped = memory_file.map_described(described, 8192)
+    mapped = memory_file.map_described(described)
     assert mapped is not None
     torch.frombuffer(mapped, dtype=torch.uint8).fill_(3)
     assert file.memory.part(0, 1, gives_back=False)[0] == b"\3"
-    assert memory_file.map_described(described, 4096) is None
-    assert memory_file.map_described(memory_file.describe(None), 8192) is None
-    assert memory_file.map_described(b"", 8192) is None
+    assert memory_file.map_described(memory_file.describe(None)) is None
+    assert memory_file.map_described(b"") is None
     with (tmp_path / "another").open("w+b") as another:
         another.truncate(8192)
         os.dup2(another.fileno(), int(described.split()[2]))
-        assert memory_file.map_described(described, 8192) is None
+        assert memory_file.map_described(described) is None
