@@ -25,6 +25,7 @@ from etc_agent.worker.data.draws import Draws
 from etc_agent.worker.data.loader import Loader
 from etc_agent.worker.data.stream import Factory, Stream
 from etc_agent.worker.fixed_size import FixedSize
+from etc_agent.worker.guarded import Guarded
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
@@ -102,6 +103,27 @@ class Session:
             self._allow_step()
             if not step.is_committed and not step.is_retried:
                 raise EtcError(f"step {step.index} was left without step.commit(); use it as: with step: ...")
+
+    def guarded(self) -> Guarded:
+        """For what needs other workers between two steps, such as an evaluation, so that it survives their loss::
+
+            with session.guarded() as guarded:
+                accuracy = evaluate(session.state.model)
+            if guarded.is_complete:
+                print(accuracy)
+
+        Where workers are lost in it, it is broken off, and training goes on with the next step; `Guarded.is_complete`
+        says so. At a fixed size every error is raised.
+
+        Raises:
+            EtcError: the ``with step`` of the present step has not ended. Inside of it a loss is survived in any case.
+        """
+        if self._step is not None and not self._step.has_ended:
+            raise EtcError(
+                f"session.guarded() was called before the `with step` of step {self._step.index} had ended; call it "
+                "after that, or leave it out: inside of `with step` the loss of a worker is survived in any case"
+            )
+        return Guarded(self._open_job().forgive)
 
     def batch(self, data: Any) -> Any:
         """This dp rank's samples of the present step, stacked, on the device.

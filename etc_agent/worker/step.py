@@ -46,6 +46,7 @@ class Step(int):
         self._has_voted = False
         self.is_committed = False
         self.is_retried = False
+        self.has_ended = False
         self._ended_by: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -54,7 +55,7 @@ class Step(int):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        self._ended_by = error
+        self._ended_by, self.has_ended = error, True
         if self.is_retried and (error is None or isinstance(error, StepRetriedError)):
             return True
         if error is None:
@@ -74,7 +75,7 @@ class Step(int):
             return ""
         return (
             f"an operation with other workers has failed outside of `with step`, near step {self.index}, and ends this "
-            "worker; inside of it, after step.commit() for an evaluation, the loss of another worker is survived"
+            "worker; inside of it, or of `with session.guarded()`, the loss of another worker is survived"
         )
 
     def commit(self, ok: bool = True) -> bool:

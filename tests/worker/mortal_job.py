@@ -205,6 +205,14 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
                 step.commit()
             if not step.is_committed:
                 continue
+            if "evaluates_after" in fault:
+                with session.guarded() as guarded:
+                    if is_mortal and step.index == fault["evaluates_after"]:
+                        deaths.die()
+                    for _ in range(3):
+                        dist.all_reduce(torch.ones(1))
+                with open(log / f"evaluations-{os.getpid()}", "a") as file:
+                    file.write(f"{step.index} {guarded.is_complete}\n")
             line = {
                 "step": step.index, "rank": session.parallel.rank, "generation": session.generation,
                 "loss": loss.item(), "digest": digest(session.state), "pid": os.getpid(),

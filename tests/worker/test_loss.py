@@ -113,6 +113,24 @@ def test_a_script_that_catches_the_errors_of_its_collectives_goes_on_with_the_sa
     assert_same_bits(found, planned("catching", "DP4", "DP3", (0, 1, 2), step))
 
 
+def test_an_evaluation_between_two_steps_survives_a_death_where_it_is_guarded(tmp_path: Path, planned: Any) -> None:
+    fault = {"model": "even", "slot": 3, "evaluates_after": FATAL_STEP - 1}
+    with MiniAgent(tmp_path, num_steps=NUM_STEPS, job="mortal_job", fault=fault, verify=False, pause_s=0) as agent:
+        agent.start("DP4")
+        agent.await_death(slot(3))
+        assert agent.agree(agent.freeze()).step == FATAL_STEP
+        agent.recover("DP3")
+        assert set(agent.finish().values()) == {0}
+        found = bits(agent)
+    told = sorted(line for path in tmp_path.glob("evaluations-*") for line in path.read_text().splitlines())
+    assert told.count(f"{FATAL_STEP - 1} False") == 3
+    assert {line.split()[0] for line in told if line.endswith("True")} == {
+        str(step) for step in range(NUM_STEPS) if step != FATAL_STEP - 1
+    }
+    expected = planned("even", "DP4", "DP3", (0, 1, 2), FATAL_STEP)
+    assert_same_bits(found, {key: value for key, value in expected.items() if key != (FATAL_STEP - 1, 3)})
+
+
 def grow_and_lose(agent: MiniAgent, point: str) -> Agreed:
     """From 3 workers to 4, in which the second one dies at that point of the switch."""
     agent.start("DP3")

@@ -337,6 +337,7 @@ class LocalWorkers:
                 logger.debug("%s said hello in %.3f s", worker.slot, time.monotonic() - worker.started_at)
                 if hello.in_session or worker.channel is None:
                     worker.channel, worker.in_session, worker.began_at = channel, hello.in_session, hello.step
+                    worker.has_closed = False
             case Position():
                 worker.position = message
             case Plain():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from etc_agent.control.causes import kind_of
 from etc_agent.control.messages import Agreed
 from etc_agent.errors import EtcError
 from etc_agent.worker.course import Course
 from etc_agent.worker.live import LiveGeneration
-from etc_agent.worker.loss.frozen import FrozenWait, StepRetriedError
+from etc_agent.worker.loss.frozen import CONSEQUENCES, FrozenWait, StepRetriedError
 from etc_agent.worker.loss.latch import Latch, Seen
 from etc_agent.worker.loss.step_start import StepStart, reshard_broken_off
 
@@ -50,6 +51,8 @@ class Survival:
     def forgive(self, error: Exception) -> bool:
         """Whether `error`, by which the step has ended, is the consequence of a loss. A step whose vote is not over is
         then as if it had not begun."""
+        if self.is_recovering and kind_of(error) in CONSEQUENCES:
+            return True  # of a loss about which all have agreed already
         if not self._frozen.is_confirmed(error, self._course.step):
             return False
         self._agree((self._course.step,))
