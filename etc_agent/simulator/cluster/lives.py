@@ -81,7 +81,8 @@ class Life:
             self._two_nodes_are_split, self._two_nodes_are_split, self._a_node_loses_etcd, self._a_node_loses_etcd,
             self._a_node_loses_etcd, self._the_network_is_mended, self._an_agent_freezes_or_goes_on,
             self._etcd_goes_or_comes, self._renewals_become_slow, self._workers_change_their_mind,
-            self._a_worker_fails, self._a_worker_dies, self._a_worker_dies, self._a_connection_breaks,
+            self._a_worker_fails, self._a_worker_dies, self._a_worker_dies, self._a_worker_exits,
+            self._a_connection_breaks,
             self._votes_are_torn_or_whole,
             self._the_job_is_paused_or_goes_on,
         ]
@@ -181,6 +182,13 @@ class Life:
                 is_peer = worker.is_running and not worker.is_latched and worker.generation == dead.generation > 0
                 if is_peer and worker.view.in_session and self.random.random() < 0.3:
                     worker.step = dead.step + 1
+
+    def _a_worker_exits(self) -> None:
+        """With code 0, out of its session."""
+        if self.world.model.in_session and (running := sorted(self.world.running())):
+            name, index = self.random.choice(running)
+            self._tell(f"worker {name}/{index} exits with code 0")
+            self.world.agents[name].workers[index].end(0)
 
     def _a_connection_breaks(self) -> None:
         """Between two workers of the committed generation that both live."""
