@@ -6,6 +6,7 @@ etc-run --standalone --nproc-per-node 4 --parallel TP2DP2 examples/fsdp2.py
 from __future__ import annotations
 
 import argparse
+import math
 import os
 
 import torch
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=48, help="sentences per step, over all ranks")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--replicas", type=int, default=1, help="copies of the sharded state (HSDP)")
+    parser.add_argument("--replicas", type=int, default=1, help="copies of the sharded state, if ranks suffice")
     parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--compute-dtype", default="bfloat16")
     parser.add_argument("--reduce-dtype", default="float32")
@@ -136,15 +137,17 @@ def main() -> None:
 
     def build(parallel: etc.ParallelContext) -> etc.TrainState:
         tp = parallel.config.tp
-        if dist.get_world_size() % (tp * args.replicas):
-            raise ValueError(f"{dist.get_world_size()} ranks cannot be divided by tp={tp} x {args.replicas} replicas")
-        shape = (args.replicas, dist.get_world_size() // tp // args.replicas, tp)
+        if dist.get_world_size() % tp:
+            raise ValueError(f"{dist.get_world_size()} ranks cannot be divided by tp={tp}")
+        num_parts = dist.get_world_size() // tp
+        replicas = math.gcd(args.replicas, num_parts)
+        shape = (replicas, num_parts // replicas, tp)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
         model = Transformer().to(device)
         if tp > 1:
             parallelize(model, mesh["tp"])
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-        dp_mesh = mesh["dp_replicate", "dp_shard"] if args.replicas > 1 else mesh["dp_shard"]
+        dp_mesh = mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
         for block in model.blocks:
             fully_shard(block, mesh=dp_mesh, mp_policy=precision, reshard_after_forward=not args.keep_unsharded)
         fully_shard(model, mesh=dp_mesh, mp_policy=precision)

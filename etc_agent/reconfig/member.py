@@ -151,7 +151,9 @@ def _messages(
             wanted.append(Tell(index, message.loss, message))
         if isinstance(message, Freeze):
             continue  # what follows depends on what all survivors answer
-        if proposed is not None and index in participants(node, proposed, generations):
+        if proposed is not None and index in participants(node, proposed, generations) - _left_before(
+            node, proposed, generations, workers
+        ):
             previous = generations[proposed.previous]
             wanted.append(Tell(index, proposed.id, Prepare(node, proposed.to_json(), previous.to_json())))
             if current.phase is Phase.ARMED:
@@ -169,6 +171,15 @@ def _messages(
         for action in wanted
         if isinstance(action, Tell) and (action.message.type, action.generation) not in workers[action.index].told
     ]
+
+
+def _left_before(
+    node: str, proposed: Generation, generations: Mapping[int, Generation], workers: Mapping[int, WorkerView]
+) -> frozenset[int]:
+    """The slots that join where the worker that left in an earlier change is still ending: the one to be told is
+    started after it."""
+    joining = indices(node, proposed) - stayers(node, proposed, generations)
+    return frozenset(index for index in joining if index in workers and workers[index].started_for < proposed.id)
 
 
 def summarise(

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 4 examples/torchrun/fsdp2.py --tp 2
 from __future__ import annotations
 
 import argparse
+import math
 import os
 
 import torch
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=48, help="sentences per step, over all ranks")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--replicas", type=int, default=1, help="copies of the sharded state (HSDP)")
+    parser.add_argument("--replicas", type=int, default=1, help="copies of the sharded state, if ranks suffice")
     parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--compute-dtype", default="bfloat16")
     parser.add_argument("--reduce-dtype", default="float32")
@@ -135,15 +136,17 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     tp = args.tp
-    if dist.get_world_size() % (tp * args.replicas):
-        raise ValueError(f"{dist.get_world_size()} ranks cannot be divided by tp={tp} x {args.replicas} replicas")
-    shape = (args.replicas, dist.get_world_size() // tp // args.replicas, tp)
+    if dist.get_world_size() % tp:
+        raise ValueError(f"{dist.get_world_size()} ranks cannot be divided by tp={tp}")
+    num_parts = dist.get_world_size() // tp
+    replicas = math.gcd(args.replicas, num_parts)
+    shape = (replicas, num_parts // replicas, tp)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     model = Transformer().to(device)
     if tp > 1:
         parallelize(model, mesh["tp"])
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    dp_mesh = mesh["dp_replicate", "dp_shard"] if args.replicas > 1 else mesh["dp_shard"]
+    dp_mesh = mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"]
     for block in model.blocks:
         fully_shard(block, mesh=dp_mesh, mp_policy=precision, reshard_after_forward=not args.keep_unsharded)
     fully_shard(model, mesh=dp_mesh, mp_policy=precision)
@@ -151,7 +154,6 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=50)
 
     data, whole = Sentences(), StateDictOptions(full_state_dict=True, cpu_offload=True)
-    num_parts = dist.get_world_size() // tp
     sampler = DistributedSampler(data, num_parts, dist.get_rank() // tp, seed=args.seed)
     loader = DataLoader(data, batch_size=args.batch // num_parts, sampler=sampler)
     step = epoch = 0

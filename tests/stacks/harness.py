@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -23,7 +23,7 @@ MOST_LINES: Final = 10
 STEPS: Final = 100_000
 """Neither run comes so far: the schedules of both count with it, and both are ended before."""
 
-_LOSS = re.compile(r"step +(\d+) +loss +(\S+)")
+_LOSS = re.compile(r"step +(\d+) +loss +([\d.e+-]+|nan|inf)")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Stack:
     """`name`: of ``examples/<name>.py`` and ``examples/torchrun/<name>.py``. `options`: of both scripts.
 
     `start`: the config that the elastic job starts with; `sizes`: what is asked of it in turn, as at the key
-    ``control/scale``. `fixed`: the processes of the job under torchrun, with `fixed_options`.
+    ``control/scale``. `fixed`: the processes of the job under torchrun, with `fixed_options`. `compared_with`: the
+    script for torchrun, or the elastic one at that fixed size, where the former trains on other data at each size.
     `tolerance`: the most by which a loss may differ; `state_tolerance`: the same for a weight. In float64, where the
     script can: gradients are added in another order at each size, and after a hundred steps of float32 those roundings
     alone are seen in the third decimal.
@@ -45,6 +46,7 @@ class Stack:
     options: tuple[str, ...] = ()
     fixed: int = 1
     fixed_options: tuple[str, ...] = ()
+    compared_with: Literal["torchrun", "itself"] = "torchrun"
     slots: int = 4
     tolerance: float = 1e-6
     state_tolerance: float = 1e-6
@@ -117,8 +119,9 @@ def run_changing(stack: Stack, folder: Path, save_every: int = 10, timeout_s: fl
 def run_fixed(stack: Stack, folder: Path, num_steps: int, save_every: int = 10, timeout_s: float = 300.0) -> Run:
     """Train under torchrun until the weights after `num_steps` steps are saved."""
     saved = _made(folder / "fixed")
+    script = stack.plain if stack.compared_with == "torchrun" else stack.elastic
     job = EtcRun(
-        "--standalone", "--nproc-per-node", stack.fixed, stack.plain, *_options(stack, saved, save_every),
+        "--standalone", "--nproc-per-node", stack.fixed, script, *_options(stack, saved, save_every),
         *stack.fixed_options, cwd=folder, launcher="torchrun",
     )
     try:
