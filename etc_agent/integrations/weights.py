@@ -44,6 +44,29 @@ def open_weights(state: TrainState, gather: Gather) -> None:
     state.init = tuple(_opened(state, step, is_alone, gather) if isinstance(step, Weights) else step for step in steps)
 
 
+def check_weights(states: Sequence[TrainState]) -> None:
+    """`open_weights` for the states of all ranks in one process, which are built under one config.
+
+    Raises:
+        EtcError: as there.
+    """
+    steps = [list(init_steps(state.init)) for state in states]
+    is_alone = len(steps[0]) == 1
+    for number, step in enumerate(list(steps[0])):
+        if not isinstance(step, Weights):
+            continue
+        opened = [_Opened(state, own[number]) for state, own in zip(states, steps, strict=True)]
+        said = [each.say(is_alone) for each in opened]
+        error = next((each["error"] for each in said if each["error"]), "")
+        if error:
+            raise EtcError(error)
+        opened[0].check_all_used({name for each in said for name in each["known"]})
+        for own, each in zip(steps, opened, strict=True):
+            own[number] = each.load
+    for state, own in zip(states, steps, strict=True):
+        state.init = tuple(own)
+
+
 def fill_lost(state: TrainState, constructed: Mapping[str, torch.Tensor]) -> None:
     """Give the buffers that no checkpoint has, since they are not persistent, the values that their constructors
     compute. `constructed`: ``model.<fqn>`` -> the whole tensor. Those that it lacks, or has with another shape, are

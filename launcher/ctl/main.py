@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -38,6 +39,16 @@ def cli() -> None:
 def plan(arguments: tuple[str, ...]) -> None:
     """What a change would move, worked out without a job. Loaded when asked for: it needs numpy and scipy."""
     import_module("launcher.ctl.planning.command").plan.main(list(arguments), prog_name="etc-ctl plan")
+
+
+@cli.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="Whether a script can change its size.",
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def check(arguments: tuple[str, ...]) -> int:
+    """What a script would be refused for, worked out without a job. In a process of its own: it imports the script."""
+    return subprocess.run([sys.executable, "-m", "etc_agent.check", *arguments], check=False).returncode
 
 
 for _command in (
