@@ -9,14 +9,25 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from etc_agent.errors import named
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.worker.checking import Answer, check
 from etc_agent.worker.data.division import DIVISIONS, Division, GlobalBatch
+
+if TYPE_CHECKING:
+    from etc_agent.worker.checking import Answer
+
+
+class Mistake(click.ClickException):
+    """Something is wrong with the command; one line says what."""
+
+    exit_code = 2
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"etc-ctl check: {self.format_message()}", err=True)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,11 +57,13 @@ def main(
     etc-ctl check train.py --configs DP1,DP2,TP2DP2 --global-batch 32
     python -m etc_agent.check my_job.train:build --configs PP2TP2DP1,DP4
     """
+    from etc_agent.worker.checking import check  # loads torch, which --help does not need
+
     build = _find(script)
     try:
         parsed = [ParallelConfig.parse(each.strip()) for each in configs.split(",")]
     except ValueError as error:
-        raise click.UsageError(f"--configs: {error}") from None
+        raise Mistake(f"--configs: {error}") from None
     num_samples = global_batch or _common_multiple(parsed)
     answer = check(build, parsed, GlobalBatch(num_samples, division), seed, memory_mb << 20)
     if is_json:
@@ -66,11 +79,11 @@ def _find(script: str) -> Any:
     try:
         module = _import(place)
     except SystemExit as end:
-        raise click.UsageError(f"{place} ends when it is imported (exit code {end.code})") from None
+        raise Mistake(f"{place} ends when it is imported (exit code {end.code})") from None
     except Exception as error:
-        raise click.UsageError(f"{place} cannot be imported: {named(error)}") from error
+        raise Mistake(f"{place} cannot be imported: {named(error)}") from error
     if not hasattr(module, name):
-        raise click.UsageError(f"{place} has no {name}; write {place}:NAME for what is given to etc.session")
+        raise Mistake(f"{place} has no {name}; write {place}:NAME for what is given to etc.session")
     return getattr(module, name)
 
 
@@ -81,7 +94,7 @@ def _import(place: str) -> Any:
     path = Path(place).absolute()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise click.UsageError(f"{place}: no such file")
+        raise Mistake(f"{place}: no such file")
     sys.path.insert(0, str(path.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

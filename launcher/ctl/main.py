@@ -48,7 +48,11 @@ def plan(arguments: tuple[str, ...]) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def check(arguments: tuple[str, ...]) -> int:
     """What a script would be refused for, worked out without a job. In a process of its own: it imports the script."""
-    return subprocess.run([sys.executable, "-m", "etc_agent.check", *arguments], check=False).returncode
+    command = [sys.executable, "-m", "etc_agent.check", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    click.echo(ended.stdout, nl=False)
+    click.echo(ended.stderr, nl=False, err=True)
+    return ended.returncode
 
 
 for _command in (
