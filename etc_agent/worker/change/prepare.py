@@ -27,6 +27,7 @@ from etc_agent.migration.transport.wire import Wire
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
 from etc_agent.state.layout import Manifest, Shard
+from etc_agent.worker.change.artefacts import share_artefacts
 from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.groups import ChangeConnections, GroupMaker, Groups
 from etc_agent.worker.change.modes.make_mode import make_mode, plan_for
@@ -100,6 +101,8 @@ def prepare(
         with _phase(phases_ms, "groups"):
             groups = GroupMaker(generation, crew, settings, owner.connections, owner.check).make()
             undo.callback(groups.close)
+        with _phase(phases_ms, "artefacts"):
+            share_artefacts(groups.all_workers, crew, previous.config)
         with _phase(phases_ms, "build"):
             state, refusal = _build(task, groups.world, script)
             owner.check()
