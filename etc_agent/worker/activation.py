@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from etc_agent.adapters.accelerate import check_generation, forget_earlier_generation
 from etc_agent.errors import EtcError
 from etc_agent.integrations.amendments import Built
 from etc_agent.integrations.native import TrainState, rng_state, set_rng_state
@@ -31,8 +32,10 @@ def run_activate(live: LiveGeneration) -> None:
     state, device = live.state, live.parallel.device
     if state.activate is None:
         return
+    forget_earlier_generation()
     before, stream = _tensors(state), rng_state(device)
     activated = state.activate(state)
+    check_generation()
     set_rng_state(device, stream)
     _refuse_other_tensors(before, _tensors(state))
     if activated is not None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from etc_agent.adapters.transformers import structure_alone
 from etc_agent.errors import ConfigRefusedError, EtcError, named, one_line
 from etc_agent.integrations.amendments import Built
 from etc_agent.integrations.native import TrainState, create_optimizer_state, shards_of
@@ -41,7 +42,7 @@ def build_on_meta(
     """
     global_batch.check(world.config)
     context = ParallelContext.of(world, device, generation, global_batch.size)
-    with entered(world), torch.device("meta"), StayingOnMeta():
+    with entered(world), torch.device("meta"), StayingOnMeta(), structure_alone():
         try:
             state = build(context)
         except ValueError as error:

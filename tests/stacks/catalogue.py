@@ -20,4 +20,17 @@ FSDP2: Final = Stack("fsdp2", start="PP1TP2DP2", sizes=("DP4", "TP2DP1", "TP1DP3
 HSDP: Final = Stack("fsdp2", start="PP1TP1DP4", sizes=("DP2", "TP2DP2", "DP4"), options=(*_FLOAT64, "--replicas", "2"))
 
 LIGHT: Final = (DDP, NANOGPT, FSDP2, HSDP)
-ALL: Final = LIGHT
+
+_EXACT: Final = ("--dtype", "float64")
+LLAMA: Final = Stack("llama", sizes=("PP2TP2DP1", "PP1TP2DP2", "PP4TP1DP1", "PP2TP1DP2", "PP1TP1DP3"), options=_EXACT)
+LLAMA_TIED: Final = Stack("llama", sizes=("PP1TP2DP2", "3", "PP1TP4DP1"), options=_EXACT)
+"""The embedding is the head as well, in one stage."""
+
+_EXACT_ADAPTERS: Final = (*_EXACT, "--adapter-dtype", "float64")
+LORA_DDP: Final = Stack("lora", sizes=("4", "1", "3"), options=_EXACT_ADAPTERS)
+LORA_FSDP: Final = Stack("lora", sizes=("4", "1", "3"), options=(*_EXACT_ADAPTERS, "--fsdp"))
+ACCELERATE: Final = Stack("accelerate_loop", sizes=("4", "3", "1", "2"), options=_EXACT)
+TRAINER: Final = Stack("trainer", sizes=("4", "3", "1", "2"), options=_EXACT, tolerance=2e-6)
+"""Trainer sums the loss in float32."""
+
+ALL: Final = (*LIGHT, LLAMA, LLAMA_TIED, LORA_DDP, LORA_FSDP, ACCELERATE, TRAINER)
