@@ -19,6 +19,7 @@ from etc_agent.state.layout import Shard
 from etc_agent.worker.change.state.user_state import rules_of
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.data.division import GlobalBatch
+from etc_agent.worker.own_dtype import own_default_dtype
 from etc_agent.worker.staying_on_meta import StayingOnMeta
 from etc_agent.worker.world.build import build_fake
 from etc_agent.worker.world.swap import World, entered
@@ -42,7 +43,7 @@ def build_on_meta(
     """
     global_batch.check(world.config)
     context = ParallelContext.of(world, device, generation, global_batch.size)
-    with entered(world), torch.device("meta"), StayingOnMeta(), structure_alone():
+    with entered(world), torch.device("meta"), StayingOnMeta(), own_default_dtype(), structure_alone():
         try:
             state = build(context)
         except ValueError as error:
