@@ -12,7 +12,7 @@ import pytest
 from tests.stacks.catalogue import ACCELERATE, LLAMA, LLAMA_TIED, LORA_DDP, LORA_FSDP, TRAINER
 from tests.stacks.harness import MOST_LINES, Stack, assert_same, changed_lines, run_changing, run_fixed
 
-pytestmark = pytest.mark.stacks
+pytestmark = [pytest.mark.stacks, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("stack", [LLAMA, LORA_DDP, ACCELERATE, TRAINER], ids=lambda stack: stack.name)
@@ -39,5 +39,5 @@ def test_it_trains_as_at_a_fixed_size_while_its_size_changes(
         model = tmp_path / "model"
         subprocess.run([sys.executable, stack.plain, model, *making], check=True)
         stack = replace(stack, options=(str(model), *stack.options))
-    changing = run_changing(stack, tmp_path)
+    changing = run_changing(stack, tmp_path, timeout_s=300)
     assert_same(stack, changing, run_fixed(stack, tmp_path, max(changing.losses)))
