@@ -249,6 +249,7 @@ class ElasticTrainer(Trainer):
             # Its values are in `state`; what `build` copies from here on are its modules.
             self._template = meta_twin(self._template)
         self.model, self.optimizer, self.lr_scheduler = state.model, state.optimizer, state.scheduler
+        self.args.distributed_state = PartialState(cpu=self.args.use_cpu)
         self.create_accelerator_and_postprocess()
         self.model_wrapped = self.accelerator.prepare_model(state.model)
         for name in ("model", "optimizer", "lr_scheduler"):
