@@ -58,9 +58,14 @@ def settle(live: LiveGeneration) -> None:
                 sync_buffers(module)
 
 
-def _tensors(state: TrainState) -> dict[str, int]:
-    params = {name: id(param) for name, param in state.model.named_parameters(remove_duplicate=False)}
-    return params | {name: id(buffer) for name, buffer in state.model.named_buffers(remove_duplicate=False)}
+def _tensors(state: TrainState) -> dict[str, Any]:
+    """What has to be the same afterwards: parameters as objects, which the optimizer refers to; buffers by their kind,
+    since ``model.to(device)`` makes new ones."""
+    params: dict[str, Any] = {
+        name: id(param) for name, param in state.model.named_parameters(remove_duplicate=False)
+    }
+    buffers = state.model.named_buffers(remove_duplicate=False)
+    return params | {name: (buffer.shape, buffer.dtype, buffer.device.type) for name, buffer in buffers}
 
 
 def _refuse_other_tensors(before: dict[str, Any], after: dict[str, Any]) -> None:
