@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from etc_agent.control.checkpoint_settings import Checkpoint as Checkpoint
     from etc_agent.errors import EtcError as EtcError
+    from etc_agent.integrations.layouts import Piece as Piece
+    from etc_agent.integrations.layouts import cut as cut
+    from etc_agent.integrations.layouts import flat_range as flat_range
     from etc_agent.integrations.train_state import TrainState as TrainState
     from etc_agent.integrations.train_state import Weights as Weights
     from etc_agent.migration.library import migrate as migrate
@@ -30,10 +33,13 @@ _HOMES = {
     "EtcError": "etc_agent.errors",
     "ParallelConfig": "etc_agent.parallel.config",
     "ParallelContext": "etc_agent.worker.context",
+    "Piece": "etc_agent.integrations.layouts",
     "Session": "etc_agent.worker.session",
     "Step": "etc_agent.worker.session",
     "TrainState": "etc_agent.integrations.train_state",
     "Weights": "etc_agent.integrations.train_state",
+    "cut": "etc_agent.integrations.layouts",
+    "flat_range": "etc_agent.integrations.layouts",
     "heartbeat": "etc_agent.worker.process.heartbeat",
     "migrate": "etc_agent.migration.library",
     "migrate_weights": "etc_agent.weights",
@@ -41,8 +47,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "EtcError", "ParallelConfig", "ParallelContext", "Session", "Step", "TrainState", "Weights", "__version__",
-    "heartbeat", "migrate", "migrate_weights", "session",
+    "EtcError", "ParallelConfig", "ParallelContext", "Piece", "Session", "Step", "TrainState", "Weights", "__version__",
+    "cut", "flat_range", "heartbeat", "migrate", "migrate_weights", "session",
 ]
 
 

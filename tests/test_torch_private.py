@@ -16,7 +16,7 @@ PACKAGE = ROOT / "etc_agent" / "torch_private"
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 OTHERS = [
     path for room in ("etc_agent", "launcher") for path in sorted((ROOT / room).rglob("*.py"))
-    if path.parent != PACKAGE
+    if path.parent not in (PACKAGE, ROOT / "etc_agent" / "adapters" / "megatron")
 ]
 HUGGING_FACE = [ROOT / "etc_agent" / name for name in (
     "adapters/accelerate.py", "adapters/transformers.py", "hugging_face/trainer.py",

@@ -20,16 +20,23 @@ from etc_agent.integrations.first_state import OptimizerEntries
 from etc_agent.integrations.marks import is_written, marked
 from etc_agent.integrations.materialise import materialise
 from etc_agent.integrations.optimizer_state import reset_optimizer_state
-from etc_agent.integrations.tensors import named_tensors, shard_of
+from etc_agent.integrations.tensors import Placed, own_places, places_of
 from etc_agent.integrations.train_state import MODULE, TrainState, init_steps
+from etc_agent.state.algebra import missing_box
 from etc_agent.state.boxes import Box
-from etc_agent.state.layout import Shard
+from etc_agent.state.layout import LogicalTensor, Shard
 from etc_agent.torch_private.tensors import num_writes
 
 _NUM_NAMES_SHOWN: Final = 8
 
-WholeModel = Mapping[str, torch.Tensor]
-"""``model.<fqn>`` -> the whole plain tensor, under every name that it has."""
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """An unsharded model. `tensors`: ``model.<fqn>`` -> the whole plain tensor, under every name that it has. `boxes`:
+    name of a logical tensor that lies elsewhere, by the script's layout -> its parts."""
+
+    tensors: Mapping[str, torch.Tensor]
+    boxes: Mapping[str, Mapping[Shard, torch.Tensor]]
 
 _LOADED: Final = type(nn.Module().load_state_dict({}))
 """What `load_state_dict` returns, and so an `init` that is a lambda around it."""
@@ -46,12 +53,14 @@ def start_values(state: TrainState, device: torch.device, whole: WholeModel | No
             tensor of another shape or dtype in one's place. The message names it.
     """
 
-    def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
-        if whole is not None and _is_of_model(shard.tensor.name):
-            return _own_part(whole, shard, meta, device)
-        return marked(meta, device)
+    def provide(placed: Placed, meta: torch.Tensor) -> torch.Tensor:
+        if whole is None or not _is_of_model(placed.name):
+            return _marked(placed, meta, device)
+        if placed.pieces or placed.shard.tensor.name in whole.boxes:
+            return _own_pieces(whole, placed, meta, device)
+        return _own_part(whole.tensors, placed.shard, meta, device)
 
-    are_meta = {name for name, tensor in named_tensors(state).items() if tensor.device.type == "meta"}
+    are_meta = {name for name, placed in own_places(state).items() if placed.tensor.device.type == "meta"}
     materialise(state, provide)
     unknown = OptimizerEntries.of(state, reset_optimizer_state(state))
     before = _made(state, are_meta if whole is None else set())
@@ -74,14 +83,21 @@ def whole_model(state: TrainState) -> WholeModel:
         f"model.{name}": local_tensor(param) for name, param in model.named_parameters(remove_duplicate=False)
     }
     buffers = model.named_buffers(remove_duplicate=False)
-    return tensors | {f"model.{name}": local_tensor(buffer) for name, buffer in buffers}
+    tensors |= {f"model.{name}": local_tensor(buffer) for name, buffer in buffers}
+    boxes: dict[str, dict[Shard, torch.Tensor]] = {}
+    for placed in places_of(state).values():
+        if placed.pieces and _is_of_model(placed.name):
+            tensors.pop(placed.name)
+            for shard, view in placed.views(local_tensor(placed.tensor)).items():
+                boxes.setdefault(shard.tensor.name, {})[shard] = view
+    return WholeModel(tensors, boxes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Made:
     """A tensor of the model before `init` runs: `num_writes` to it so far, and whether it `is_marked`."""
 
-    shard: Shard
+    logical: frozenset[LogicalTensor]
     num_writes: int
     is_marked: bool
 
@@ -109,7 +125,43 @@ def _run_init(state: TrainState) -> int:
     return first
 
 
-def _own_part(whole: WholeModel, shard: Shard, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _marked(placed: Placed, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory that is marked wherever it holds a box; elsewhere, where no value is expected, it is zero."""
+    tensor = marked(meta, device)
+    if placed.pieces and sum(shard.box.num_elements for shard in placed.shards) < tensor.numel():
+        boxes = placed.views(tensor)
+        values = {shard: view.clone() for shard, view in boxes.items()}
+        tensor.zero_()
+        for shard, view in boxes.items():
+            view.copy_(values[shard])
+    return tensor
+
+
+def _own_pieces(whole: WholeModel, placed: Placed, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The local tensor `placed`, box by box."""
+    local = torch.zeros_like(meta, device=device)
+    for shard, view in placed.views(local).items():
+        name = shard.tensor.name
+        parts = dict(whole.boxes.get(name, {}))
+        if name in whole.tensors:
+            given = whole.tensors[name]
+            parts[Shard(shard.tensor, Box((0,) * given.dim(), tuple(given.shape)))] = given
+        same = {part: given for part, given in parts.items() if part.tensor == shard.tensor}
+        if missing_box(shard.box, [part.box for part in same]) is not None:
+            raise EtcError(
+                f'{name} has no value: with init="module" build() is also called for one rank alone, and what its '
+                f"TrainState.layout says of the model there does not cover {shard.box}"
+            )
+        for part, given in same.items():
+            common = part.box.intersect(shard.box)
+            if common is not None:
+                view[common.within(shard.box)].copy_(given[common.within(part.box)])
+    return local
+
+
+def _own_part(
+    whole: Mapping[str, torch.Tensor], shard: Shard, meta: torch.Tensor, device: torch.device
+) -> torch.Tensor:
     name, shape = shard.tensor.name, shard.tensor.shape
     tensor = whole.get(name)
     if tensor is not None and tensor.device.type == "meta":
@@ -140,34 +192,41 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 def _made(state: TrainState, are_marked: Set[str]) -> dict[str, _Made]:
     return {
-        name: _Made(shard_of(name, tensor), num_writes(local_tensor(tensor)), name in are_marked)
-        for name, tensor in named_tensors(state).items()
+        name: _Made(_logical(placed), num_writes(local_tensor(placed.tensor)), name in are_marked)
+        for name, placed in own_places(state).items()
         if _is_of_model(name)
     }
 
 
+def _logical(placed: Placed) -> frozenset[LogicalTensor]:
+    return frozenset(shard.tensor for shard in placed.shards)
+
+
 def _refuse_other_shapes(before: Mapping[str, _Made], state: TrainState) -> None:
     """What `init` put in the place of a tensor must be of its kind, or no later generation could take its value."""
-    for name, tensor in named_tensors(state).items():
+    for name, placed in own_places(state).items():
         if not _is_of_model(name):
             continue
-        now, made = shard_of(name, tensor).tensor, before.get(name)
+        made = before.get(name)
         if made is None:
             raise EtcError(f"TrainState.init added {name} to the model; make it in build(), for every generation")
-        if now != made.shard.tensor:
+        if _logical(placed) != made.logical:
+            now, then = next(iter(_logical(placed))), next(iter(made.logical))
             raise EtcError(
-                f"TrainState.init made {name} {now.dtype} {now.shape}, but build() gives {made.shard.tensor.dtype} "
-                f"{made.shard.tensor.shape}; write values into the tensor that build() made"
+                f"TrainState.init made {name} {now.dtype} {now.shape}, but build() gives {then.dtype} "
+                f"{then.shape}; write values into the tensor that build() made"
             )
 
 
 def _refuse_unwritten(state: TrainState, before: Mapping[str, _Made]) -> None:
     unwritten = [
         name
-        for name, tensor in named_tensors(state).items()
+        for name, placed in own_places(state).items()
         if _is_of_model(name)
         and before[name].is_marked
-        and not is_written(local_tensor(tensor), before[name].num_writes)
+        and not all(
+            is_written(view, before[name].num_writes) for view in placed.views(local_tensor(placed.tensor)).values()
+        )
     ]
     if not unwritten:
         return

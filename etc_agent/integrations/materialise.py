@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import aliases_of, local_tensor, view_of_owner
 from etc_agent.integrations.optimizer_state import as_dtensor
-from etc_agent.integrations.tensors import all_tensors, shard_of
+from etc_agent.integrations.tensors import Placed, all_tensors, places_of
 from etc_agent.integrations.train_state import TrainState
-from etc_agent.state.layout import Shard
 from etc_agent.torch_private.recurrent import find_weights, forget_weights
 from etc_agent.torch_private.tensors import make_subclass
 
-Provide = Callable[[Shard, torch.Tensor], torch.Tensor]
-"""(shard, its meta local tensor) -> a real plain tensor of the same shape and dtype: new, or shared storage."""
+Provide = Callable[[Placed, torch.Tensor], torch.Tensor]
+"""(tensor and its boxes, its meta local tensor) -> a real plain tensor of the same shape and dtype: new, or shared
+storage."""
 
 
 def materialise(state: TrainState, provide: Provide) -> None:
@@ -32,7 +32,8 @@ def materialise(state: TrainState, provide: Provide) -> None:
         EtcError: a tensor is given with another shape or dtype, is referred to by what is not registered, or is still
             on the meta device at the end; the message names it.
     """
-    tensors = all_tensors(state)
+    places = places_of(state)
+    tensors = {name: placed.tensor for name, placed in places.items()}
     aliases = {name: alias for name, alias in aliases_of(tensors).items() if alias.tensor.device.type == "meta"}
     recurrent = [module for module in state.model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
@@ -42,7 +43,7 @@ def materialise(state: TrainState, provide: Provide) -> None:
         _replace(name, alias.tensor, local_tensor(alias.tensor))
     for name, tensor in tensors.items():
         if tensor.device.type == "meta" and name not in aliases:
-            local = provide(shard_of(name, tensor), local_tensor(tensor))
+            local = provide(places[name], local_tensor(tensor))
             _check_local(name, tensor, local)
             _replace(name, tensor, local.detach())
     for name, alias in aliases.items():

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from etc_agent.errors import EtcError, shortened
+from etc_agent.integrations.layouts import Layout
 
 MODULE: Final = "module"
 
@@ -69,7 +70,12 @@ class TrainState:
     global objects. What it returns is `session.model`; where it returns None, that is `model`. It adds and replaces no
     parameters or buffers.
 
-    `as_built`: what `build` made, before the script changed it (`amendments.Built`); filled in by the session.
+    `layout`: for tensors that are cut by hand and are no DTensors: (name, local tensor) -> the `Piece` objects that say
+    which boxes of which logical tensors it holds (`cut` and `flat_range` make them), or None for a tensor that every
+    rank has whole. The optimizer's state of a parameter is laid out as the parameter.
+    `as_built`: what `build` made, before the script changed it (`amendments.Built`); filled in by the
+    session. `adapter`: that has built it (`etc_agent.adapters`). `memo`: what was computed of it, such as the boxes
+    of its tensors (`tensors.places_of`).
 
     Raises:
         EtcError: `init` is none of these, or `activate` is not a function.
@@ -83,7 +89,10 @@ class TrainState:
     runtime: Any = None
     init: InitStep | tuple[InitStep, ...] | None = None
     activate: Activate | None = None
+    layout: Layout | None = None
     as_built: Any = field(default=None, init=False, repr=False)
+    adapter: Any = field(default=None, init=False, repr=False)
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.init = _checked(self.init)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from etc_agent.adapters.native import Native
 from etc_agent.errors import ConfigRefusedError, EtcError, named, one_line
 from etc_agent.integrations.native import (
     TrainState,
@@ -32,7 +33,7 @@ from etc_agent.state.layout import Manifest
 from etc_agent.torch_private.imports import import_compiler
 from etc_agent.worker.change.state.amending import check_carried
 from etc_agent.worker.data.division import GlobalBatch
-from etc_agent.worker.model import Build, build_on_meta
+from etc_agent.worker.model import Build, build_state
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.whole import build_buffers, build_whole
 from etc_agent.worker.world.build import build_fake
@@ -170,7 +171,7 @@ class _Checking:
         world = build_fake(rank, ranks.config, settings.device)
         ranks.worlds.append(world)
         with self._watching(str(ranks.config)):
-            state = build_on_meta(self._script, world, settings.device, _GENERATION, settings.global_batch)
+            state = build_state(Native(self._script), world, settings.device, _GENERATION, settings.global_batch)
         if self._models.setdefault(id(state.model), state) is not state:
             self._find(
                 Kind.UNSUITABLE, str(ranks.config), "build() returns the same model in two calls; make it new in each"
@@ -238,9 +239,9 @@ class _Checking:
         script, settings, first = self._script, self._settings, ranks.states[0]
         whole, buffers = None, dict[str, torch.Tensor]()
         if takes_module_values(first):
-            whole = build_whole(script, settings, _GENERATION, 1)
+            whole = build_whole(Native(script), settings, _GENERATION, 1)
         elif takes_weights(first) and any(map(has_lost_buffers, ranks.states)):
-            buffers |= build_buffers(script, settings, _GENERATION)
+            buffers |= build_buffers(Native(script), settings, _GENERATION)
         if takes_weights(first):
             with entered(ranks.worlds[0]):
                 check_weights(ranks.states)

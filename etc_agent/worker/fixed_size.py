@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from etc_agent.adapters.protocol import Adapter
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.activation import run_activate
 from etc_agent.worker.checkpoints.saver import Bid, Saver
 from etc_agent.worker.course import Course
 from etc_agent.worker.live import LiveGeneration
-from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.start import start_fresh
@@ -22,11 +22,12 @@ class FixedSize:
     """The only generation of the job. `live`: that generation, while the session is open."""
 
     def __init__(
-        self, environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings, course: Course
+        self, environment: WorkerEnvironment, config: ParallelConfig, adapter: Adapter, settings: Settings,
+        course: Course,
     ) -> None:
         self._environment = environment
         self._config = config
-        self._script = script
+        self._adapter = adapter
         self._settings = settings
         self._course = course
         self._saver = Saver.of(settings, course)
@@ -35,7 +36,7 @@ class FixedSize:
     def open(self) -> None:
         install()
         record_groups()
-        self.live, self._course.step = start_fresh(self._environment, self._config, self._script, self._settings)
+        self.live, self._course.step = start_fresh(self._environment, self._config, self._adapter, self._settings)
         run_activate(self.live)
         if self._saver is not None:
             self._saver.begin()
@@ -65,6 +66,11 @@ class FixedSize:
     def vote(self, *, ok: bool) -> bool:
         """Whether to apply the step. Each rank decides alone, as in any script without a session."""
         return ok
+
+    def publish(self) -> None:
+        """Spread what the step has changed."""
+        assert self.live is not None
+        self._adapter.publish(self.live.state)
 
     def forgive(self, error: Exception) -> bool:
         """Whether the step can be run again after `error`: never, since nobody knows which workers are left."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from etc_agent.integrations.native import TrainState
+from etc_agent.integrations.train_state import TrainState
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.redundancy.copier import Copier
 from etc_agent.worker.vote import Vote

@@ -10,9 +10,11 @@ from typing import Any, Literal, Self
 
 import torch
 
+from etc_agent.adapters.choose import as_adapter
+from etc_agent.adapters.protocol import Adapter
 from etc_agent.control.checkpoint_settings import Checkpoint
 from etc_agent.errors import EtcError
-from etc_agent.integrations.native import TrainState
+from etc_agent.integrations.train_state import TrainState
 from etc_agent.migration.modes import MODES
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.elastic import Elastic
@@ -31,7 +33,6 @@ from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Record, Settings
 from etc_agent.worker.step import Deciding, Step
-from etc_agent.worker.update import apply, can_apply, forbid_step
 
 _log = logging.getLogger(__name__)
 
@@ -40,9 +41,9 @@ class Session:
     """See `session`."""
 
     def __init__(
-        self, build: Build, config: ParallelConfig, environment: WorkerEnvironment, settings: Settings
+        self, build: Build | Adapter, config: ParallelConfig, environment: WorkerEnvironment, settings: Settings
     ) -> None:
-        self._build = build
+        self._adapter = as_adapter(build)
         self._config = config
         self._environment = environment
         self._settings = settings
@@ -95,9 +96,9 @@ class Session:
             if course.step >= num_steps:
                 return
             job.begin_step()
-            self._allow_step = forbid_step(self.state)
+            self._allow_step = self._adapter.forbid_step(self.state)
             self._draws.begin_step()
-            self._step = step = Step(Deciding(self._vote, self._apply, job.forgive), course.step)
+            self._step = step = Step(Deciding(self._vote, self._apply, job.publish, job.forgive), course.step)
             yield step
             self._step = None
             self._allow_step()
@@ -248,7 +249,7 @@ class Session:
     def __enter__(self) -> Self:
         size = FixedSize if self._environment.socket is None else Elastic
         # From here on every error is sent to the agent.
-        self._job = size(self._environment, self._config, self._build, self._settings, self._course)
+        self._job = size(self._environment, self._config, self._adapter, self._settings, self._course)
         try:
             self._job.open()
         except BaseException as error:
@@ -288,10 +289,10 @@ class Session:
     def _vote(self, ok: bool) -> bool:
         self._draws.check(self._sample_ids)
         self._allow_step()
-        return self._open_job().vote(ok=can_apply(self.state) and ok)
+        return self._open_job().vote(ok=self._adapter.prepare(self.state) and ok)
 
     def _apply(self, step: Step, ok: bool) -> None:
-        apply(self.state, ok)
+        self._adapter.apply(self.state, ok)
         if self._settings.record is not None:
             self._settings.record(step.index, self._sample_ids)
         self._open_job().end_step()
@@ -303,7 +304,7 @@ class Session:
 
 
 def session(
-    build: Build,
+    build: Build | Adapter,
     *,
     global_batch: int = 1,
     division: Division = "equal",
@@ -331,9 +332,9 @@ def session(
     same script runs at a fixed size.
 
     Args:
-        build: called once per generation, under the meta device and beside training, with a `ParallelContext`; returns
-            this rank's `TrainState`. It must touch no process-wide state, and raises ValueError with a one-line message
-            for a config that the model cannot have.
+        build: a function, or an adapter around one (`etc_agent.adapters`). Called once per generation, under the meta
+            device and beside training, with a `ParallelContext`; returns this rank's `TrainState`. It must touch no
+            process-wide state, and raises ValueError with a one-line message for a config that the model cannot have.
         global_batch: samples per step over all ranks.
         division: of the global batch over dp: ``equal``, where dp must divide it, or ``weighted``, which admits any dp
             up to the global batch and needs `Session.microbatches`.

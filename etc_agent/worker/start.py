@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from etc_agent.adapters.protocol import Adapter
 from etc_agent.errors import ConfigRefusedError, EtcError
-from etc_agent.integrations.native import TrainState, set_rng_state, start_values, takes_module_values
-from etc_agent.integrations.train_state import init_steps
+from etc_agent.integrations.host_state import set_rng_state
+from etc_agent.integrations.train_state import TrainState, init_steps
 from etc_agent.integrations.weights import fill_lost, has_lost_buffers, open_weights, takes_weights
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.change.exchange import gather_json
@@ -21,7 +22,7 @@ from etc_agent.worker.change.state.rng import start_stream
 from etc_agent.worker.checkpoints.loading import load_newest
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
-from etc_agent.worker.model import Build, build_on_meta
+from etc_agent.worker.model import build_state
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.vote import Vote
@@ -33,7 +34,7 @@ from etc_agent.worker.world.swap import World, activate, deactivate
 
 
 def start_fresh(
-    environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings
+    environment: WorkerEnvironment, config: ParallelConfig, adapter: Adapter, settings: Settings
 ) -> tuple[LiveGeneration, int]:
     """Build and enter the generation that this worker was started for. Collective over its ranks.
 
@@ -64,7 +65,7 @@ def start_fresh(
     context = ParallelContext.of(world, settings.device, environment.generation, settings.global_batch.size)
     activate(world)
     try:
-        state, step = _started(environment, script, settings, world, context)
+        state, step = _started(environment, adapter, settings, world, context)
     except BaseException:
         # So that a script which catches the error can open another session.
         world.close()
@@ -74,19 +75,20 @@ def start_fresh(
 
 
 def _started(
-    environment: WorkerEnvironment, script: Build, settings: Settings, world: World, context: ParallelContext
+    environment: WorkerEnvironment, adapter: Adapter, settings: Settings, world: World, context: ParallelContext
 ) -> tuple[TrainState, int]:
     """The state in its active `world`, and the first step."""
 
-    def build_state() -> TrainState:
-        return _built(script, world, environment.generation, settings)
+    def build_own() -> TrainState:
+        return _built(adapter, world, environment.generation, settings)
 
     loaded = None
     if settings.checkpoint is not None:
-        loaded = load_newest(build_state, Path(settings.checkpoint.folder).absolute(), settings, context, world)
+        loaded = load_newest(build_own, Path(settings.checkpoint.folder).absolute(), settings, context, world)
     state, step = (
-        (loaded.state, loaded.step) if loaded else _first_values(build_state, environment, script, settings, world)
+        (loaded.state, loaded.step) if loaded else _first_values(build_own, environment, adapter, settings, world)
     )
+    adapter.enter(state)
     start_stream(settings.seed, environment.generation, environment.rank)
     if loaded is not None and loaded.stream is not None:
         set_rng_state(settings.device, loaded.stream)
@@ -94,24 +96,24 @@ def _started(
 
 
 def _first_values(
-    build_state: Callable[[], TrainState], environment: WorkerEnvironment, script: Build, settings: Settings,
+    build_own: Callable[[], TrainState], environment: WorkerEnvironment, adapter: Adapter, settings: Settings,
     world: World,
 ) -> tuple[TrainState, int]:
     """A state with the values that `TrainState.init` says, and the first step."""
-    state, whole = build_state(), None
-    if takes_module_values(state):
+    state, whole = build_own(), None
+    if adapter.takes_module_values(state):
         num_sharing = environment.local_world_size if settings.device.type == "cpu" else 1
-        whole = build_whole(script, settings, environment.generation, num_sharing)
+        whole = build_whole(adapter, settings, environment.generation, num_sharing)
     elif takes_weights(state):
-        buffers = build_buffers(script, settings, environment.generation) if has_lost_buffers(state) else {}
+        buffers = build_buffers(adapter, settings, environment.generation) if has_lost_buffers(state) else {}
         state.init = (partial(fill_lost, constructed=buffers), *init_steps(state.init))
     open_weights(state, lambda value: gather_json(world.groups[0], value))
     # Equal on every rank, so that an init which draws from torch's generators gives all replicas the same values.
     torch.manual_seed(settings.seed)
-    return state, _agreed(start_values(state, settings.device, whole), settings.device)
+    return state, _agreed(adapter.start_values(state, settings.device, whole), settings.device)
 
 
-def _built(script: Build, world: World, generation: int, settings: Settings) -> TrainState:
+def _built(adapter: Adapter, world: World, generation: int, settings: Settings) -> TrainState:
     """This rank's part of the model. If one rank's model refuses the config, every rank raises with that reason.
 
     Raises:
@@ -119,7 +121,7 @@ def _built(script: Build, world: World, generation: int, settings: Settings) -> 
     """
     state, refused = None, None
     try:
-        state = build_on_meta(script, world, settings.device, generation, settings.global_batch)
+        state = build_state(adapter, world, settings.device, generation, settings.global_batch)
     except ConfigRefusedError as error:
         refused = error
     reasons = [reason for reason in gather_json(world.groups[0], str(refused or "")) if reason]

@@ -17,12 +17,14 @@ class Deciding:
     """What a session does for its steps.
 
     `vote`: from this rank's ``ok`` to whether to apply the step, the same on every rank; raises StepRetriedError where
-    workers were lost and the step is to be run again. `apply`: applies the step where the vote was ok. `forgive`:
+    workers were lost and the step is to be run again. `apply`: applies the step where the vote was ok, on this rank
+    alone. `publish`: spreads what was applied, with the other ranks; a loss in it does not undo the step. `forgive`:
     whether an error is the consequence of a loss of workers, so that the step can be run again.
     """
 
     vote: Callable[[bool], bool]
     apply: Callable[[Step, bool], None]
+    publish: Callable[[], None]
     forgive: Callable[[Exception], bool]
 
 
@@ -101,4 +103,5 @@ class Step(int):
         self._has_voted = True
         self._deciding.apply(self, ok)
         self.is_committed = True
+        self._deciding.publish()
         return ok

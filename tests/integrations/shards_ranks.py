@@ -115,7 +115,7 @@ def check_round_trip(label: str, mesh: dist.DeviceMesh, state: TrainState) -> No
     create_optimizer_state(again)
     source = {shard: local.clone() for shard, local in shards_of(state).items()}
     assert set(shards_of(again)) == set(source), f"{label}: the state on meta has other shards"
-    materialise(again, lambda shard, meta: source[shard].clone())
+    materialise(again, lambda placed, meta: source[placed.shard].clone())
     for shard, local in shards_of(again).items():
         local.copy_(source[shard])
     for trained in (state, again):

@@ -109,7 +109,7 @@ def changed(old: TrainState, build: Build) -> TrainState:
     sources = {shard: local for shard, local in held_shards(old).items()}
     wanted = shards_of(state)
     assert wanted.keys() == sources.keys(), {shard.tensor.name for shard in wanted.keys() ^ sources.keys()}
-    materialise(state, lambda shard, meta: sources[shard].clone())
+    materialise(state, lambda placed, meta: sources[placed.shard].clone())
     for shard, local in shards_of(state).items():
         local.copy_(sources[shard])
     load_host_state(state, through_json(host_state(old)))

@@ -8,7 +8,7 @@ from torch import nn
 
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, create_optimizer_state, held_shards, materialise, shards_of
-from etc_agent.state.layout import Shard
+from etc_agent.integrations.tensors import Placed
 
 
 class Tied(nn.Module):
@@ -31,7 +31,7 @@ def on_meta() -> TrainState:
     return state
 
 
-def fresh(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
+def fresh(placed: Placed, meta: torch.Tensor) -> torch.Tensor:
     return torch.zeros(meta.shape, dtype=meta.dtype)
 
 
@@ -124,7 +124,7 @@ def test_storage_can_be_shared_with_a_live_state() -> None:
     old, new = on_meta(), on_meta()
     materialise(old, fresh)
     live = shards_of(old)
-    materialise(new, lambda shard, meta: live[shard])
+    materialise(new, lambda placed, meta: live[placed.shard])
     with torch.no_grad():
         old.model.embedding.weight.fill_(5.0)
     assert (new.model.embedding.weight == 5.0).all()

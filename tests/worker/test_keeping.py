@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from etc_agent.errors import EtcError
-from etc_agent.integrations.native import TrainState, held_shards, shards_of
+from etc_agent.integrations.native import TrainState, held_shards
 from etc_agent.worker.change.modes.keeping import NewTensors, check_views
 
 
@@ -23,7 +23,7 @@ def live() -> tuple[NewTensors, dict[str, torch.Tensor], TrainState]:
     with torch.device("meta"):
         new = TrainState(Scaled(), None)
     old = TrainState(Scaled(), None)
-    return NewTensors.of(new, tuple(shards_of(new))), _by_name(old), old
+    return NewTensors.of(new), _by_name(old), old
 
 
 def _by_name(state: TrainState) -> dict[str, torch.Tensor]:

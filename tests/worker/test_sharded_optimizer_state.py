@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import etc_agent as etc
+from etc_agent.adapters.native import Native
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.errors import PlanError
 from etc_agent.planner.migration import make_plan
 from etc_agent.state.layout import Layout
 from etc_agent.worker.data.division import GlobalBatch
-from etc_agent.worker.model import build_on_meta
+from etc_agent.worker.model import build_state
 from etc_agent.worker.world.build import build_fake
 from etc_agent.worker.world.swap import entered, install
 
@@ -76,7 +77,7 @@ def layout(optimizer: Callable[[Any], torch.optim.Optimizer], tp: int) -> Layout
     config, manifests = ParallelConfig(tp=tp), []
     for rank in range(tp):
         with contextlib.closing(build_fake(rank, config, CPU)) as world:
-            state = build_on_meta(build, world, CPU, 1, GlobalBatch(4))
+            state = build_state(Native(build), world, CPU, 1, GlobalBatch(4))
             with entered(world):
                 manifests.append(tuple(shards_of(state)))
     return tuple(manifests)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from etc_agent.adapters.protocol import Adapter
 from etc_agent.control.causes import kind_of
 from etc_agent.control.messages import Message, Prepared, Refused
 from etc_agent.errors import EtcError, one_line
@@ -32,7 +33,6 @@ from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.change.state.holdings import Holdings
 from etc_agent.worker.change.state.rescued import Rescued
 from etc_agent.worker.live import LiveGeneration
-from etc_agent.worker.model import Build
 from etc_agent.worker.redundancy.copy_set import CopySet
 from etc_agent.worker.redundancy.rebuild import Survivors, rescue
 from etc_agent.worker.settings import Settings
@@ -72,14 +72,14 @@ class Change:
     def __init__(
         self,
         order: Order,
-        script: Build,
+        adapter: Adapter,
         settings: Settings,
         send: Callable[[Message], None],
         retirements: Retirements,
         before: Change | None,
     ) -> None:
         self._order = order
-        self._script = script
+        self._adapter = adapter
         self._settings = settings
         self._send = send
         self._retirements = retirements
@@ -231,7 +231,7 @@ class Change:
             if order.in_force not in (0, order.previous.id):
                 raise EtcError(f"asked to leave generation {order.previous.id}, but this worker is in {order.in_force}")
             self.check()
-            prepared = prepare(self, order.generation, order.previous, order.slot, self._script, self._settings)
+            prepared = prepare(self, order.generation, order.previous, order.slot, self._adapter, self._settings)
         except AbortedError:
             _log.info("generation %d was withdrawn while it was prepared", generation)
             return

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from etc_agent.adapters.protocol import Adapter
 from etc_agent.control.causes import kind_of
 from etc_agent.control.channel import Channel, MessageTooLargeError
 from etc_agent.control.messages import (
@@ -42,7 +43,7 @@ from etc_agent.worker.change.retire import Retirements
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.loss.latch import Latch
 from etc_agent.worker.loss.stuck import Stuck, end_this_worker
-from etc_agent.worker.model import Build, describe
+from etc_agent.worker.model import describe
 from etc_agent.worker.process.position import Whereabouts, dump_stacks
 from etc_agent.worker.settings import Settings
 
@@ -61,7 +62,7 @@ class Conversation:
     when the job stops. `copied` returns the step of the newest complete copy set, -1 for none."""
 
     def __init__(
-        self, channel: Channel, slot: int, generation: int, build: Build, settings: Settings,
+        self, channel: Channel, slot: int, generation: int, adapter: Adapter, settings: Settings,
         latch: Latch, cut: Callable[[], None], whereabouts: Whereabouts, retirements: Retirements,
         finish: Callable[[], None] = lambda: None, copied: Callable[[], int] = lambda: -1,
         agent_gone: Callable[[], None] = lambda: None,
@@ -69,7 +70,7 @@ class Conversation:
         self._channel = channel
         self._hello = Hello(slot, os.getpid(), generation)
         self._is_introduced = False
-        self._build = build
+        self._adapter = adapter
         self._settings = settings
         self._latch = latch
         self._cut_in_force = cut
@@ -275,7 +276,7 @@ class Conversation:
             if self._is_closed:
                 return
             before, self._armed = self._change, 0
-            change = Change(order, self._build, self._settings, self.send, self._retirements, before)
+            change = Change(order, self._adapter, self._settings, self.send, self._retirements, before)
             self._change = change
             self._changed.notify_all()
         if before is not None:
@@ -343,7 +344,7 @@ class Conversation:
         try:
             parsed, settings = ParallelConfig.parse(config), self._settings
             in_force = self._latch.seen.generation
-            layout = describe(self._build, parsed, settings.device, in_force, settings.global_batch)
+            layout = describe(self._adapter, parsed, settings.device, in_force, settings.global_batch)
         except Exception as error:
             return Described(config, None, one_line(error), kind_of(error))
         return Described(config, layout)

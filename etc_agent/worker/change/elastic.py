@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
+from etc_agent.adapters.protocol import Adapter
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import Closed, FirstStep, Position, Progress, Raised, Refused, Switched
@@ -18,7 +19,6 @@ from etc_agent.worker.change.conversation import Conversation
 from etc_agent.worker.change.errors import SwitchError
 from etc_agent.worker.change.prepared import PreparedGeneration
 from etc_agent.worker.change.retire import Retired, Retirements, exclude_from_collection
-from etc_agent.worker.change.state.holdings import reshard
 from etc_agent.worker.change.switch import Switch, enter, switch, write_switch_trace
 from etc_agent.worker.checkpoints.saver import Bid, Saver
 from etc_agent.worker.course import Course
@@ -28,7 +28,6 @@ from etc_agent.worker.loss.frozen import CONSEQUENCES, FrozenWait
 from etc_agent.worker.loss.latch import Latch, Seen
 from etc_agent.worker.loss.orphan import Orphan
 from etc_agent.worker.loss.survival import Survival
-from etc_agent.worker.model import Build
 from etc_agent.worker.process.environment import WorkerEnvironment
 from etc_agent.worker.process.position import Whereabouts, dump_stacks_on_signal
 from etc_agent.worker.process.signals import LeftToAgent
@@ -55,7 +54,8 @@ class Elastic:
     """
 
     def __init__(
-        self, environment: WorkerEnvironment, config: ParallelConfig, script: Build, settings: Settings, course: Course
+        self, environment: WorkerEnvironment, config: ParallelConfig, adapter: Adapter, settings: Settings,
+        course: Course,
     ) -> None:
         assert environment.socket is not None
         try:
@@ -64,7 +64,7 @@ class Elastic:
             raise EtcError(f"the agent's control socket {environment.socket} does not answer: {error}") from None
         self._environment = environment
         self._config = config
-        self._script = script
+        self._adapter = adapter
         self._settings = settings
         self._course = course
         self._whereabouts = Whereabouts()
@@ -73,7 +73,7 @@ class Elastic:
         self._latch = Latch()
         self._orphan = Orphan()
         self._conversation = Conversation(
-            channel, environment.slot, environment.generation, script, settings, self._latch, self._cut,
+            channel, environment.slot, environment.generation, adapter, settings, self._latch, self._cut,
             self._whereabouts, self._retirements, self._finish, self._copied, self._orphan.agent_gone,
         )
         frozen = FrozenWait(
@@ -118,7 +118,7 @@ class Elastic:
     def _start_fresh(self) -> None:
         environment = self._environment
         try:
-            self.live, self._course.step = start_fresh(environment, self._config, self._script, self._settings)
+            self.live, self._course.step = start_fresh(environment, self._config, self._adapter, self._settings)
             run_activate(self.live)
             self._begin_copies(self.live, environment.node)
         except ConfigRefusedError as error:
@@ -206,6 +206,12 @@ class Elastic:
         self._await_copied()
         return ok
 
+    def publish(self) -> None:
+        """Spread what the step has changed. Where workers were lost, the generation that follows does it."""
+        assert self.live is not None
+        if not self._survival.is_recovering:
+            self._adapter.publish(self.live.state)
+
     def forgive(self, error: Exception) -> bool:
         """Whether the step, which has ended by `error`, was broken off by a loss of workers. Code after the vote may
         have raised it too; then nothing is run again."""
@@ -262,7 +268,7 @@ class Elastic:
 
     def _settled(self, live: LiveGeneration) -> bool:
         """Bring the state into the form in which it moves. False where workers were lost meanwhile."""
-        reshard(live.state)
+        self._adapter.rest(live.state)
         try:
             settle(live)
         except RuntimeError as error:
@@ -336,6 +342,16 @@ class Elastic:
         self._at(Position.BETWEEN)
         if lost is not None:
             self._survival.meet_between_steps(lost)
+        elif prepared.generation.lost:
+            self._publish_again()
+
+    def _publish_again(self) -> None:
+        """A loss may have broken off what followed the last update."""
+        assert self.live is not None
+        try:
+            self._adapter.publish(self.live.state)
+        except RuntimeError as error:
+            self._survival.meet_between_steps(error)
 
     def _activate(self, live: LiveGeneration, outcome: Switch) -> Exception | None:
         """The error by which it ends, where that may be the consequence of a loss: the next generation activates its

@@ -17,10 +17,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from etc_agent.adapters.choose import adapter_of
+from etc_agent.adapters.protocol import Adapter
 from etc_agent.control.causes import kind_of
 from etc_agent.errors import EtcError, named, one_line
-from etc_agent.integrations.native import TrainState, shards_of
-from etc_agent.integrations.tensors import all_tensors
+from etc_agent.integrations.train_state import TrainState
 from etc_agent.migration.modes import Choice, ModeRequest, bid_of, choose_together, free_bytes
 from etc_agent.migration.own_plan import Change, OwnPlan
 from etc_agent.migration.transport.wire import Wire
@@ -39,7 +40,7 @@ from etc_agent.worker.change.state.rng import carried_stream
 from etc_agent.worker.change.told import Refusal, Task, ToldNew, ToldOld, tell_new_side, tell_old_side
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.live import LiveGeneration
-from etc_agent.worker.model import Build, build_on_meta
+from etc_agent.worker.model import build_state
 from etc_agent.worker.redundancy.rebuild import Survivors
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.world.connections import Connections
@@ -86,7 +87,7 @@ class NewSide:
 
 
 def prepare(
-    owner: Owner, generation: Generation, previous: Generation, slot: Slot, script: Build, settings: Settings
+    owner: Owner, generation: Generation, previous: Generation, slot: Slot, adapter: Adapter, settings: Settings
 ) -> PreparedGeneration:
     """Prepare `generation` on the worker in `slot`.
 
@@ -104,7 +105,7 @@ def prepare(
         with _phase(phases_ms, "artefacts"):
             share_artefacts(groups.all_workers, crew, previous.config)
         with _phase(phases_ms, "build"):
-            state, refusal = _build(task, groups.world, script)
+            state, refusal = _build(task, groups.world, adapter)
             owner.check()
             holdings = owner.holdings()
         with _phase(phases_ms, "rescue"):
@@ -121,6 +122,7 @@ def prepare(
             told_new = tell_new_side(task, groups.all_workers, new.manifest, new.views, refusal)
         with _phase(phases_ms, "plan"):
             choice, own = _plan(task, groups.all_workers, old, told, new, told_new)
+            _check_mode(choice, adapter)
         with _phase(phases_ms, "allocate"):
             following = _following(task, groups, state, owner.connections.side)
             mode = make_mode(
@@ -144,13 +146,13 @@ def _phase(phases_ms: dict[str, float], name: str) -> Iterator[None]:
     phases_ms[name] = (time.perf_counter() - start) * 1e3
 
 
-def _build(task: Task, world: World | None, script: Build) -> tuple[TrainState | None, Refusal | None]:
+def _build(task: Task, world: World | None, adapter: Adapter) -> tuple[TrainState | None, Refusal | None]:
     """This worker's part of the model. An error is returned, and sent with the manifests, so that no worker waits."""
     if world is None:
         return None, None
     settings = task.settings
     try:
-        return build_on_meta(script, world, settings.device, task.generation.id, settings.global_batch), None
+        return build_state(adapter, world, settings.device, task.generation.id, settings.global_batch), None
     except (EtcError, ValueError) as error:
         return None, (kind_of(error), one_line(error))
     except (Exception, SystemExit) as error:
@@ -186,8 +188,10 @@ def _new_side(task: Task, state: TrainState | None, world: World | None, said: S
     if state is None or world is None or crew.new_rank is None:
         return NewSide()
     with entered(world):
-        manifest = tuple(shards_of(state))
-        views = tuple(sorted(all_tensors(state).keys() - {shard.tensor.name for shard in manifest}))
+        adapter = adapter_of(state)
+        manifest = tuple(adapter.shards(state))
+        names = {shard.tensor.name for shard in manifest}
+        views = tuple(sorted({shard.tensor.name for shard in adapter.held(state)} - names))
     stream = carried_stream(crew.new_rank, task.generation.config, task.previous.config, task.settings.device)
     if stream is not None and not crew.has_old_rank(_same_place(crew.new_rank, task)):
         # It was lost with the worker at that coordinate. A new one is started, unless there is a copy of it.
@@ -227,6 +231,14 @@ def _plan(
         )
     change = Change(told.described, told_new.described, held, new.manifest, crew.nodes)
     return choice, plan_for(choice, wire, change, timeout)
+
+
+def _check_mode(choice: Choice, adapter: Adapter) -> None:
+    if choice.mode == "release" and adapter.gives_memory:
+        raise EtcError(
+            f"release mode, which was chosen since {choice.why}, is not possible with {type(adapter).__name__}, whose "
+            "build() gives the next generation its memory: old and new state have to fit in memory together"
+        )
 
 
 def _following(

@@ -19,13 +19,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.control.causes import ErrorKind
 from etc_agent.control.environment import generation_variables
 from etc_agent.errors import EtcError, one_line
-from etc_agent.integrations.aliases import local_tensor
-from etc_agent.integrations.amendments import Amendments
-from etc_agent.integrations.native import held_shards, rng_state, set_rng_state, shards_of
-from etc_agent.integrations.tensors import all_tensors
+from etc_agent.integrations.host_state import rng_state, set_rng_state
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.report import MigrationReport
 from etc_agent.migration.trace import write_trace
@@ -140,12 +138,11 @@ def _refresh(prepared: PreparedGeneration, live: LiveGeneration, dump_dir: str |
             form; or the script has frozen or unfrozen parameters since.
     """
     assert prepared.holdings is not None, "a worker of the old generation holds something"
-    prepared.holdings.amendments.check_same(Amendments.of(live.state))
-    tensors = all_tensors(live.state)
-    shards = {shard.tensor.name: shard for shard in prepared.holdings.tensors}
-    if tensors.keys() != shards.keys():
+    adapter = adapter_of(live.state)
+    prepared.holdings.amendments.check_same(adapter.amendments(live.state))
+    sources = adapter.held(live.state)
+    if sources.keys() != prepared.holdings.tensors.keys():
         prepared.holdings.check_same_shards(Holdings.of(live.state))
-    sources = {shards[name]: local_tensor(tensor) for name, tensor in tensors.items()}
     if prepared.old_stream is not None:
         shard, buffer = prepared.old_stream
         buffer.copy_(rng_state(live.parallel.device))
@@ -154,7 +151,7 @@ def _refresh(prepared: PreparedGeneration, live: LiveGeneration, dump_dir: str |
     if prepared.mode.refresh(sources):
         prepared.holdings.check_same_shards(Holdings.of(live.state))
     if dump_dir is not None and prepared.crew.old_rank is not None:
-        views = set(held_shards(live.state)) - set(shards_of(live.state))
+        views = set(adapter.held(live.state)) - set(adapter.shards(live.state))
         state = {shard: tensor for shard, tensor in sources.items() if shard not in views}
         dump_shards(dump_dir, prepared.generation.id, "old", prepared.crew.old_rank, state)
 
@@ -179,6 +176,7 @@ def _swap(prepared: PreparedGeneration, settings: Settings) -> None:
         deactivate()
         return
     activate(following.world)
+    adapter_of(following.state).enter(following.state)
     os.environ.update(generation_variables(prepared.generation, prepared.slot))
     targets = prepared.mode.migration.targets
     if prepared.new_stream is not None:
@@ -187,7 +185,7 @@ def _swap(prepared: PreparedGeneration, settings: Settings) -> None:
         start_stream(settings.seed, prepared.generation.id, following.parallel.rank)
     if settings.dump_dir is not None:
         with entered(following.world):
-            shards = shards_of(following.state)
+            shards = adapter_of(following.state).shards(following.state)
         if prepared.new_stream is not None:
             shards[prepared.new_stream] = rng_state(settings.device)
         dump_shards(settings.dump_dir, prepared.generation.id, "new", following.parallel.rank, shards)

@@ -12,12 +12,12 @@ from typing import Any, Final
 import torch
 import torch.distributed.checkpoint as dcp
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.amendments import Amendments
 from etc_agent.integrations.dcp_boxes import BoxLoadPlanner, logical_tensors
-from etc_agent.integrations.native import load_host_state, rng_state, shards_of, start_values
+from etc_agent.integrations.host_state import rng_state
 from etc_agent.integrations.sources import read_boxes
-from etc_agent.integrations.tensors import all_tensors
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.boxes import whole
@@ -130,24 +130,25 @@ class _Reading:
                 "the checkpoint was written with a global batch of %d, and it is %d now: step %d begins with sample %d",
                 written_with, parallel.global_batch, self._host["step"], self._host["step"] * parallel.global_batch,
             )
-        Amendments.merged([own["amendments"] for own in self._own]).apply(state)
+        adapter = adapter_of(state)
+        adapter.amend(state, Amendments.merged([own["amendments"] for own in self._own]))
         self._check(state)
         stream = self._stream()
         state.init = lambda made: self._fill(made, stream)
-        step = start_values(state, parallel.device, None)
-        load_host_state(state, self._host["state"])
+        step = adapter.start_values(state, parallel.device, None)
+        adapter.load_host_state(state, self._host["state"])
         load_own_state(state, dict(enumerate(self._own)), self._config, parallel.config, parallel.rank)
         return Loaded(state, step, None if stream is None else stream[1])
 
     def _fill(self, state: TrainState, stream: tuple[Shard, torch.Tensor] | None) -> int:
-        targets = shards_of(state)
+        targets = adapter_of(state).shards(state)
         if stream is not None:
             targets[stream[0]] = stream[1]
         self._load(BoxLoadPlanner(targets))
         return self._host["step"]
 
     def _check(self, state: TrainState) -> None:
-        wanted = {shard.tensor for shard in shards_of(state)}
+        wanted = {shard.tensor for shard in adapter_of(state).shards(state)}
         missing = sorted(tensor.name for tensor in wanted if tensor.name not in self._known)
         if missing:
             raise EtcError(f"the checkpoint has no {_shown(missing)}; it is of another model or optimizer")
@@ -158,7 +159,9 @@ class _Reading:
                     f"{tensor.name} is {there.dtype} {there.shape} in the checkpoint, and build() makes it "
                     f"{tensor.dtype} {tensor.shape}"
                 )
-        lost = {name for name in self._known if name.startswith("optimizer.")} - set(all_tensors(state))
+        lost = {name for name in self._known if name.startswith("optimizer.")} - {
+            shard.tensor.name for shard in adapter_of(state).held(state)
+        }
         ours = {f"optimizer.{tensor.name.removeprefix('model.')}" for tensor in wanted}
         homeless = sorted(name for name in lost if name.rpartition(".")[0] in ours)
         if homeless:

@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.errors import one_line
-from etc_agent.integrations.aliases import local_tensor
-from etc_agent.integrations.amendments import Amendments
-from etc_agent.integrations.native import host_state, rng_state
-from etc_agent.integrations.tensors import all_tensors
+from etc_agent.integrations.host_state import rng_state
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.boxes import whole
 from etc_agent.state.layout import LogicalTensor, Manifest, Shard
-from etc_agent.worker.change.state.holdings import Holdings, reshard
 from etc_agent.worker.change.state.user_state import own_state
 from etc_agent.worker.checkpoints.names import HOST, own_name, stream_name
 from etc_agent.worker.live import LiveGeneration
@@ -44,8 +41,7 @@ class Snapshots:
 
     def __init__(self) -> None:
         self._generation = 0
-        self._shards: dict[str, Shard] = {}
-        self._kinds: dict[str, tuple[Any, ...]] = {}
+        self._held: Set[Shard] = frozenset()
         self._written: Manifest | None = None
         self._buffers: dict[Shard, torch.Tensor] = {}
 
@@ -71,16 +67,21 @@ class Snapshots:
 
     def _copied(self, live: LiveGeneration) -> dict[Shard, torch.Tensor]:
         device = live.parallel.device
-        tensors = {name: local_tensor(each) for name, each in self._present(live).items()}
+        adapter = adapter_of(live.state)
+        adapter.rest(live.state)
+        held = adapter.held(live.state)
         stream = rng_state(device)
-        name = stream_name(live.parallel.coordinate)
-        tensors[name] = stream
-        held = {**self._shards, name: _plain_shard(name, stream)}
-        pieces = held.values() if self._written is None else self._written
+        held[_plain_shard(stream_name(live.parallel.coordinate), stream)] = stream
+        if live.id != self._generation or held.keys() != self._held:
+            self._generation, self._held, self._written = live.id, frozenset(held), None
+        by_name: dict[str, list[Shard]] = {}
+        for shard in held:
+            by_name.setdefault(shard.tensor.name, []).append(shard)
         buffers = {}
-        for piece in pieces:
-            shard = held[piece.tensor.name]
-            source = tensors[piece.tensor.name][piece.box.within(shard.box)]
+        for piece in held if self._written is None else self._written:
+            around = by_name[piece.tensor.name]
+            shard = next((each for each in around if each.box.intersect(piece.box) == piece.box), around[0])
+            source = held[shard][piece.box.within(shard.box)]
             buffer = self._buffers.get(piece)
             if buffer is None:
                 buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=device.type == "cuda")
@@ -90,23 +91,6 @@ class Snapshots:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return buffers
-
-    def _present(self, live: LiveGeneration) -> dict[str, torch.Tensor]:
-        """The state's tensors by name, and in `_shards` their shards: computed once as long as nothing changes."""
-        if live.id != self._generation:
-            self._generation, self._shards, self._written = live.id, {}, None
-        reshard(live.state)
-        tensors = all_tensors(live.state)
-        kinds = {name: _kind(tensor) for name, tensor in tensors.items()}
-        if kinds != self._kinds or not self._shards:
-            self._written, self._kinds = None, kinds
-            self._shards = {shard.tensor.name: shard for shard in Holdings.of(live.state).tensors}
-        return tensors
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Tensors of one name and kind have the same box."""
-    return tensor.shape, tensor.dtype, local_tensor(tensor).shape, getattr(tensor, "placements", None)
 
 
 def _plain_shard(name: str, tensor: torch.Tensor) -> Shard:
@@ -130,10 +114,10 @@ def _host(live: LiveGeneration, step: int) -> dict[str, Any]:
         "config": str(live.parallel.config),
         "global_batch": live.parallel.global_batch,
         "samples": step * live.parallel.global_batch,
-        "state": host_state(live.state),
+        "state": adapter_of(live.state).host_state(live.state),
     }
 
 
 def _own(state: TrainState) -> dict[str, Any]:
-    found = {**own_state(state), "amendments": Amendments.of(state).to_json()}
+    found = {**own_state(state), "amendments": adapter_of(state).amendments(state).to_json()}
     return {key: value for key, value in found.items() if value}

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.errors import named
 from etc_agent.integrations.aliases import local_tensor
-from etc_agent.integrations.host_state import load_extra
-from etc_agent.integrations.native import TrainState, rng_state, set_rng_state
+from etc_agent.integrations.host_state import load_extra, rng_state, set_rng_state
+from etc_agent.integrations.train_state import TrainState
 from etc_agent.torch_private.buffers import buffers_of
 from etc_agent.torch_private.tensors import copy_each, num_writes
 
@@ -85,8 +86,7 @@ class StepStart:
             group.update(found)
         for name, value in self._extras.items():
             self._restore_extra(name, value)
-        for parameter in self.state.model.parameters():
-            parameter.grad = None
+        adapter_of(self.state).drop_gradients(self.state)
 
     def _groups(self) -> list[dict[str, Any]]:
         return self.state.optimizer.param_groups if self.state.optimizer is not None else []

@@ -11,18 +11,15 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.errors import EtcError
-from etc_agent.integrations.host_state import load_extra
+from etc_agent.integrations.host_state import load_extra, rng_state, set_rng_state
 from etc_agent.integrations.json_values import decode
-from etc_agent.integrations.native import host_state, load_host_state, rng_state, set_rng_state
-from etc_agent.integrations.parameter_values import load_parameter_values
-from etc_agent.integrations.tensors import named_tensors
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.migration.memory.bits import as_bits, copy_bits, finish_copies
 from etc_agent.parallel.config import Coordinate
 from etc_agent.planner.keepers import Block
 from etc_agent.state.layout import Manifest, Shard
-from etc_agent.worker.change.state.holdings import local_shards, reshard
 from etc_agent.worker.change.state.rng import stream_of
 from etc_agent.worker.change.state.user_state import own_state, rules_of
 from etc_agent.worker.redundancy.layout import BlockLayout, OwnLayout, host_buffer
@@ -37,8 +34,9 @@ class ChangedError(EtcError):
 def held_now(state: TrainState, device: torch.device, at: Coordinate) -> dict[Shard, torch.Tensor]:
     """Everything that a copy contains: each tensor of the state once, and the random stream of the coordinate `at`.
     Call it on the main thread, at a safe point."""
-    reshard(state)
-    held = local_shards(named_tensors(state))
+    adapter = adapter_of(state)
+    adapter.rest(state)
+    held = adapter.shards(state)
     stream = rng_state(device)
     held[stream_of(at, stream)] = stream
     return held
@@ -128,18 +126,22 @@ class CopySet:
         """
         held = held_now(state, device, at)
         check_same(self.layout.manifest, tuple(held))
-        buffers = {f"model.{name}" for name, _ in state.model.named_buffers()}
+        buffers = adapter_of(state).volatile(state)
         at_once, later = Copies(), Copies()
-        by_name = {shard.tensor.name: shard for shard in held}
+        by_name: dict[str, list[Shard]] = {}
+        for shard in held:
+            by_name.setdefault(shard.tensor.name, []).append(shard)
         for place in self.layout.places:
-            shard = by_name[place.part.tensor.name]
+            box = place.part.box
+            around = by_name[place.part.tensor.name]
+            shard = next((each for each in around if each.box.intersect(box) == box), around[0])
             bits = as_bits(held[shard])
-            copies = at_once if place.part.tensor.name in buffers else later
+            copies = at_once if shard in buffers else later
             copies.sources.append(bits if place.part == shard else bits[place.part.box.within(shard.box)])
             copies.targets.append(place.bits(self.own))
         copy_bits(at_once.targets, at_once.sources)
         self.number, self.step = number, step
-        self.shared, self.own_values = json.dumps(host_state(state)), json.dumps(own_state(state))
+        self.shared, self.own_values = json.dumps(adapter_of(state).host_state(state)), json.dumps(own_state(state))
         self.host_streams = random.getstate(), np.random.get_state()
         self.kept_values.clear()
         return Pending.of(later, device)
@@ -161,9 +163,9 @@ class CopySet:
                 copies.sources.append(place.bits(self.own))
         copy_bits(copies.targets, copies.sources)
         finish_copies(device)
-        if state.optimizer is not None:
-            state.optimizer.zero_grad(set_to_none=True)
-        load_host_state(state, json.loads(self.shared))
+        adapter = adapter_of(state)
+        adapter.drop_gradients(state)
+        adapter.load_host_state(state, json.loads(self.shared))
         _load_own(state, json.loads(self.own_values))
         # Last: the script's objects may draw from the stream while they load.
         assert self.host_streams is not None, "taken"
@@ -187,7 +189,7 @@ def check_same(then: Manifest, now: Manifest) -> None:
 
 def _load_own(state: TrainState, own: dict[str, Any]) -> None:
     """Give the state what this rank itself has said (`own_state`)."""
-    load_parameter_values(state, [own["parameters"]])
+    adapter_of(state).load_parameter_values(state, [own["parameters"]])
     for name, rule in rules_of(state).items():
         if rule != "replicated":
             load_extra(name, state.extras[name], decode(own["extras"][name]))

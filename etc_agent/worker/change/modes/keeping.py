@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.errors import EtcError
 from etc_agent.integrations.aliases import Alias, aliases_of, local_tensor, view_of_owner
-from etc_agent.integrations.native import TrainState, materialise
-from etc_agent.integrations.tensors import all_tensors
+from etc_agent.integrations.tensors import Placed
+from etc_agent.integrations.train_state import TrainState
 from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.binding import same_memory
+from etc_agent.migration.memory.bits import as_bits, copy_bits
 from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.planner.plan import MigrationPlan
-from etc_agent.state.layout import Manifest, Shard
+from etc_agent.state.layout import Shard
 from etc_agent.torch_private.dtensors import local_part
 from etc_agent.worker.live import LiveGeneration
 from etc_agent.worker.world.swap import entered
@@ -37,37 +39,38 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class NewTensors:
-    """The tensors of the new generation by shard (DTensors as such), and those that are views of others."""
+    """What the new generation holds. `boxes`: its shards -> parts of its local tensors. `places`: the tensors that the
+    session gives memory to, views of others apart, and `views` those; both empty if the adapter has given memory."""
 
-    tensors: Mapping[Shard, torch.Tensor]
+    boxes: Mapping[Shard, torch.Tensor]
+    places: tuple[Placed, ...]
     views: tuple[View, ...]
 
     @classmethod
-    def of(cls, state: TrainState, manifest: Manifest) -> NewTensors:
+    def of(cls, state: TrainState) -> NewTensors:
         """The tensors of a state on the meta device, where tensors that share memory are meant to share it. The tensor
         objects stay the same when they get memory."""
-        tensors = all_tensors(state)
-        names = {id(tensor): name for name, tensor in tensors.items()}
-        views = (View(name, names[id(alias.owner)], alias) for name, alias in aliases_of(tensors).items())
-        in_manifest = {shard.tensor.name: shard for shard in manifest}
-        found = {in_manifest[name]: tensor for name, tensor in tensors.items() if name in in_manifest}
-        return cls(found, tuple(views))
+        adapter = adapter_of(state)
+        places = adapter.places(state)
+        names = {id(placed.tensor): name for name, placed in places.items()}
+        aliases = aliases_of({name: placed.tensor for name, placed in places.items()})
+        views = tuple(View(name, names[id(alias.owner)], alias) for name, alias in aliases.items())
+        own = tuple(placed for name, placed in places.items() if name not in aliases)
+        return cls(adapter.shards(state), own, views)
 
-    def local(self) -> dict[Shard, torch.Tensor]:
-        """The local plain tensors."""
-        return {shard: local_tensor(tensor) for shard, tensor in self.tensors.items()}
+    def with_memory(self, state: TrainState) -> NewTensors:
+        return replace(self, boxes=adapter_of(state).shards(state))
 
 
 def allocate(
     following: LiveGeneration,
-    manifest: Manifest,
     plan: MigrationPlan,
     worker: int,
     sources: Mapping[Shard, torch.Tensor],
     memory: SharedMemory | None,
     device: torch.device,
 ) -> NewTensors:
-    """Give the new generation its memory: the old tensor's memory where the plan keeps a whole shard and the strides
+    """Give the new generation its memory: the old tensor's memory where the plan keeps all of a tensor and the strides
     are those that build() gives, else new memory with all pages allocated.
 
     `memory`: the part that workers of this host can write to.
@@ -79,19 +82,40 @@ def allocate(
     }
     shared = memory.tensors if memory is not None else {}
 
-    def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
+    def provide(placed: Placed, meta: torch.Tensor) -> torch.Tensor:
         # Gradients follow the strides, and replicas on other workers have the strides that build() gives.
-        if shard in kept and kept[shard].stride() == meta.stride():
-            return kept[shard]
-        if shard in shared and meta.is_contiguous():
-            return shared[shard]
+        old = around(placed, meta, kept)
+        if old is not None:
+            return old
+        if placed.is_one_box and placed.shard in shared and meta.is_contiguous():
+            return shared[placed.shard]
         return torch.empty_like(meta, device=device).zero_()
 
     with entered(following.world):
-        new = NewTensors.of(following.state, manifest)
-        materialise(following.state, provide)
+        new = NewTensors.of(following.state)
+        adapter_of(following.state).materialise(following.state, provide)
+        new = new.with_memory(following.state)
     check_views(new.views, {shard.tensor.name: tensor for shard, tensor in sources.items()})
     return new
+
+
+def around(placed: Placed, like: torch.Tensor, boxes: Mapping[Shard, torch.Tensor]) -> torch.Tensor | None:
+    """The local tensor of the shape and strides of `like` in which all of `placed`'s boxes lie where its pieces say, if
+    `boxes` are parts of one such tensor, and fill it."""
+    if not placed.shards or any(shard not in boxes for shard in placed.shards):
+        return None
+    first = boxes[placed.shards[0]]
+    if placed.is_one_box:
+        return first if first.stride() == like.stride() else None
+    if not placed.pieces or sum(shard.box.num_elements for shard in placed.shards) != like.numel():
+        return None
+    start = first.storage_offset() - placed.views(like)[placed.shards[0]].storage_offset() + like.storage_offset()
+    if start < 0 or (start + like.numel()) * first.element_size() > first.untyped_storage().nbytes():
+        return None
+    candidate = torch.empty(0, dtype=first.dtype, device=first.device)
+    candidate.set_(first.untyped_storage(), start, like.shape, like.stride())
+    views = placed.views(candidate)
+    return candidate if all(same_memory(views[shard], boxes[shard]) for shard in placed.shards) else None
 
 
 def check_views(views: tuple[View, ...], live: Mapping[str, torch.Tensor]) -> None:
@@ -144,9 +168,13 @@ class Keeping:
         if self._new is None or not self._has_rebound:
             return
         targets = self.migration.targets
-        for shard, tensor in self._new.tensors.items():
-            if not same_memory(local_tensor(tensor), targets[shard]):
-                _put(tensor, targets[shard])
+        for placed in self._new.places:
+            local = local_tensor(placed.tensor)
+            views = placed.views(local)
+            if all(same_memory(views[shard], targets[shard]) for shard in placed.shards):
+                continue
+            memory = around(placed, local, targets)
+            _put(placed.tensor, memory if memory is not None else _gathered(placed, local, targets))
         for view in self._new.views:
             _put(view.alias.tensor, view_of_owner(view.alias, local_tensor(view.alias.owner)))
 
@@ -159,6 +187,14 @@ class Keeping:
 
     def refused(self, generation: int, attempt: Attempt) -> None:
         """Nothing to do: the old generation is intact."""
+
+
+def _gathered(placed: Placed, like: torch.Tensor, boxes: Mapping[Shard, torch.Tensor]) -> torch.Tensor:
+    """`boxes` in one new tensor."""
+    local = torch.empty_like(like)
+    for shard, view in placed.views(local).items():
+        copy_bits((as_bits(view),), (as_bits(boxes[shard]),))
+    return local
 
 
 def _put(tensor: torch.Tensor, memory: torch.Tensor) -> None:

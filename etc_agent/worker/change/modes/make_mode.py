@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import shared_memory_for
 from etc_agent.migration.modes import Choice
@@ -58,12 +59,13 @@ def make_mode(
             timeout_s=timeout_s, device=settings.device, budget_bytes=choice.budget_bytes, verify=verify,
         )
         return Releasing(releasing, following)
-    memory = shared_memory_for(plan, worker, settings.device)
+    gives_memory = following is not None and adapter_of(following.state).gives_memory
+    memory = None if gives_memory else shared_memory_for(plan, worker, settings.device)
     new = None
     targets: dict[Shard, torch.Tensor] = {}
     if following is not None:
-        new = allocate(following, manifest, plan, worker, sources, memory, settings.device)
-        targets = new.local()
+        new = allocate(following, plan, worker, sources, memory, settings.device)
+        targets = dict(new.boxes)
         shared = memory.tensors if memory is not None else {}
         for shard in manifest:
             if shard not in targets:  # a random stream, which is not a tensor of the model

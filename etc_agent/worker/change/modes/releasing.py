@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from etc_agent.integrations.native import materialise, shards_of
+from etc_agent.adapters.choose import adapter_of
+from etc_agent.integrations.tensors import Placed
 from etc_agent.migration.memory.binding import same_memory
 from etc_agent.migration.memory.bits import as_bits, copy_bits
 from etc_agent.migration.release import ReleasingMigration
@@ -43,13 +44,16 @@ class Releasing:
             return
         targets = self.migration.targets
 
-        def provide(shard: Shard, meta: torch.Tensor) -> torch.Tensor:
-            # An empty shard is sent by nobody, so there is no target for it.
-            return targets[shard] if shard in targets else torch.empty_like(meta, device=following.parallel.device)
+        def provide(placed: Placed, meta: torch.Tensor) -> torch.Tensor:
+            # An empty shard is sent by nobody, so there is no target for it. Pieces are copied in below.
+            if placed.is_one_box and placed.shard in targets:
+                return targets[placed.shard]
+            return torch.zeros_like(meta, device=following.parallel.device)
 
+        adapter = adapter_of(following.state)
         with entered(following.world):
-            materialise(following.state, provide)
-            for shard, tensor in shards_of(following.state).items():
+            adapter.materialise(following.state, provide)
+            for shard, tensor in adapter.shards(following.state).items():
                 # The optimizer creates some scalars on the host directly, not on the meta device.
                 if shard in targets and not same_memory(tensor, targets[shard]):
                     copy_bits((as_bits(tensor),), (as_bits(targets[shard]),))

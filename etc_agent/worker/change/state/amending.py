@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.control.causes import ErrorKind, kind_of
 from etc_agent.errors import EtcError, one_line
 from etc_agent.integrations.amendments import Amendments
@@ -43,7 +44,7 @@ def amend(state: TrainState | None, world: World | None, said: Said) -> tuple[Er
         amendments = _merged(said)
         if state is not None and world is not None:
             with entered(world):
-                amendments.apply(state)
+                adapter_of(state).amend(state, amendments)
     except Exception as error:
         return kind_of(error), one_line(error)
     return None

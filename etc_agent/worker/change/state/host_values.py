@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.errors import one_line
-from etc_agent.integrations.native import host_state, load_host_state
 from etc_agent.worker.change.exchange import broadcast_json, gather_json
 from etc_agent.worker.change.phases import Phases
 from etc_agent.worker.change.prepared import PreparedGeneration
@@ -55,7 +55,8 @@ def share(prepared: PreparedGeneration, live: LiveGeneration | None, step: int, 
         with phases.phase("host_state"):
             if prepared.crew.worker == 0:
                 has_own = prepared.has_values or bool(set(rules_of(live.state).values()) - {"replicated"})
-                value = {"step": step, "has_own": has_own, **_read(lambda: host_state(live.state))}
+                said = _read(lambda: adapter_of(live.state).host_state(live.state))
+                value = {"step": step, "has_own": has_own, **said}
             value = broadcast_json(prepared.group, 0, value)
     else:
         value = broadcast_json(prepared.group, 0, None)
@@ -81,7 +82,7 @@ def load(values: HostValues, prepared: PreparedGeneration) -> None:
     following = prepared.next
     if following is None:
         return
-    load_host_state(following.state, values.shared)
+    adapter_of(following.state).load_host_state(following.state, values.shared)
     if values.own:
         previous, config = prepared.previous.config, prepared.generation.config
         load_own_state(following.state, values.own, previous, config, following.parallel.rank)

@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from etc_agent.integrations.native import rng_state
+from etc_agent.integrations.host_state import rng_state
 from etc_agent.parallel.config import Coordinate, ParallelConfig
 from etc_agent.state.boxes import whole
 from etc_agent.state.layout import LogicalTensor, Shard

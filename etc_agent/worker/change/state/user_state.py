@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from etc_agent.adapters.choose import adapter_of
 from etc_agent.errors import EtcError
 from etc_agent.integrations.host_state import load_extra
 from etc_agent.integrations.json_values import decode, encode
-from etc_agent.integrations.parameter_values import load_parameter_values, parameter_values
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.parallel.config import ParallelConfig
 
@@ -43,7 +43,7 @@ def own_state(state: TrainState) -> dict[str, Any]:
     own = {name for name, rule in rules_of(state).items() if rule != "replicated"}
     return {
         "extras": {name: encode(state.extras[name].state_dict(), f"extras.{name}") for name in sorted(own)},
-        "parameters": parameter_values(state),
+        "parameters": adapter_of(state).parameter_values(state),
     }
 
 
@@ -57,7 +57,7 @@ def load_own_state(
     Raises:
         EtcError: two ranks have different entries for one sample or one parameter.
     """
-    load_parameter_values(state, [said["parameters"] for said in gathered.values()])
+    adapter_of(state).load_parameter_values(state, [said["parameters"] for said in gathered.values()])
     at = config.coordinate(rank)
     for name, rule in rules_of(state).items():
         said_of_it = {old_rank: said["extras"].get(name) for old_rank, said in gathered.items()}

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from etc_agent.errors import EtcError
-from etc_agent.integrations.native import TrainState
+from etc_agent.integrations.train_state import TrainState
 from etc_agent.torch_private.grad_scaler import found_inf
+from etc_agent.torch_private.sequence_numbers import num_collectives
+
+_log = logging.getLogger(__name__)
+
+_IS_KNOWN: Final = "whether step() communicates"
 
 
 def can_apply(state: TrainState) -> bool:
@@ -32,7 +38,7 @@ def apply(state: TrainState, ok: bool) -> None:
     """
     if state.optimizer is not None:
         if ok:
-            state.optimizer.step()
+            _step(state)
         if state.scaler is not None and state.scaler.is_enabled():
             for found in found_inf(state.scaler, state.optimizer):
                 found.fill_(0.0 if ok else 1.0)
@@ -40,6 +46,25 @@ def apply(state: TrainState, ok: bool) -> None:
         state.optimizer.zero_grad(set_to_none=True)
     if state.scheduler is not None and ok and _steps_alone(state.scheduler):
         state.scheduler.step()
+
+
+def _step(state: TrainState) -> None:
+    """Step the optimizer, and say so if that communicates: in the generation's first update, since an optimizer does
+    the same in every one."""
+    optimizer = state.optimizer
+    assert optimizer is not None
+    if state.memo.setdefault(_IS_KNOWN, False):
+        optimizer.step()
+        return
+    before = num_collectives()
+    optimizer.step()
+    state.memo[_IS_KNOWN] = True
+    if num_collectives() > before:
+        _log.warning(
+            "%s.step() communicates with other workers: if one is lost in it, after the vote, the update is torn and "
+            "all workers are restarted; give etc.session an adapter that divides the update (docs/adapters.md)",
+            type(optimizer).__name__,
+        )
 
 
 def forbid_step(state: TrainState) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from etc_agent.worker.own_dtype import own_default_dtype
+from etc_agent.adapters.own_dtype import own_default_dtype
 
 
 def test_what_build_sets_counts_for_the_tensors_that_it_makes() -> None:

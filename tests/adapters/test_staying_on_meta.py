@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from etc_agent.worker.staying_on_meta import StayingOnMeta
+from etc_agent.adapters.staying_on_meta import StayingOnMeta
 
 
 def test_a_model_that_is_moved_in_build_stays_on_meta_and_takes_the_dtype() -> None:
