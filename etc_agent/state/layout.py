@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from etc_agent.state.boxes import Box
@@ -34,6 +35,20 @@ class Shard:
 
 Manifest = tuple[Shard, ...]
 """All shards of one rank. Several shards of one tensor are legal, and never overlap."""
+
+def by_tensor(shards: Iterable[Shard]) -> dict[LogicalTensor, list[Shard]]:
+    """The shards of each tensor."""
+    found: dict[LogicalTensor, list[Shard]] = {}
+    for shard in shards:
+        found.setdefault(shard.tensor, []).append(shard)
+    return found
+
+
+def shard_around(shards: Mapping[LogicalTensor, Sequence[Shard]], part: Shard) -> Shard:
+    """The one of `shards` (`by_tensor`) in which `part` lies; there is one."""
+    candidates = shards[part.tensor]
+    return next((each for each in candidates if each.box.intersect(part.box) == part.box), candidates[0])
+
 
 Layout = tuple[Manifest, ...]
 """Virtual rank -> what it holds."""

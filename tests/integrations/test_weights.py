@@ -60,7 +60,7 @@ def start(state: TrainState, constructed: nn.Module | None = None) -> TrainState
     """As a session starts with it, on the only rank."""
     open_weights(state, alone)
     with parameters_on_meta():
-        buffers = whole_model(TrainState(Net(), None))
+        buffers = whole_model(TrainState(Net(), None)).tensors
     if constructed is None:
         state.init = (lambda made: fill_lost(made, buffers), *state.init)
     start_values(state, CPU, None if constructed is None else whole_model(TrainState(constructed, None)))

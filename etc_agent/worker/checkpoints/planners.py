@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 from etc_agent.errors import EtcError
 from etc_agent.integrations.dcp_boxes import chunk_of
 from etc_agent.state.boxes import Box
-from etc_agent.state.layout import LogicalTensor, Manifest, Shard
+from etc_agent.state.layout import LogicalTensor, Manifest, Shard, by_tensor, shard_around
 from etc_agent.worker.checkpoints.names import path_of_name
 from etc_agent.worker.checkpoints.sharing import shared
 from etc_agent.worker.checkpoints.snapshot import Snapshot
@@ -39,7 +39,7 @@ class BoxSavePlanner(SavePlanner):
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        self._held = {shard.tensor.name: (shard.box, tensor) for shard, tensor in snapshot.tensors.items()}
+        self._held = by_tensor(snapshot.tensors)
         self.written: Manifest = ()
 
     def set_up_planner(
@@ -82,8 +82,9 @@ class BoxSavePlanner(SavePlanner):
             stream = io.BytesIO()
             torch.save(self._snapshot.texts[name], stream)
             return stream
-        held, tensor = self._held[name]
-        return tensor[_shard(write_item).box.within(held)]
+        part = _shard(write_item)
+        held = shard_around(self._held, part)
+        return self._snapshot.tensors[held][part.box.within(held.box)]
 
 
 def _item(shard: Shard) -> WriteItem:

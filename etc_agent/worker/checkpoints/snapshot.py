@@ -14,7 +14,7 @@ from etc_agent.errors import one_line
 from etc_agent.integrations.host_state import rng_state
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.state.boxes import whole
-from etc_agent.state.layout import LogicalTensor, Manifest, Shard
+from etc_agent.state.layout import LogicalTensor, Manifest, Shard, by_tensor, shard_around
 from etc_agent.worker.change.state.user_state import own_state
 from etc_agent.worker.checkpoints.names import HOST, own_name, stream_name
 from etc_agent.worker.live import LiveGeneration
@@ -74,13 +74,10 @@ class Snapshots:
         held[_plain_shard(stream_name(live.parallel.coordinate), stream)] = stream
         if live.id != self._generation or held.keys() != self._held:
             self._generation, self._held, self._written = live.id, frozenset(held), None
-        by_name: dict[str, list[Shard]] = {}
-        for shard in held:
-            by_name.setdefault(shard.tensor.name, []).append(shard)
+        shards = by_tensor(held)
         buffers = {}
         for piece in held if self._written is None else self._written:
-            around = by_name[piece.tensor.name]
-            shard = next((each for each in around if each.box.intersect(piece.box) == piece.box), around[0])
+            shard = shard_around(shards, piece)
             source = held[shard][piece.box.within(shard.box)]
             buffer = self._buffers.get(piece)
             if buffer is None:

@@ -19,7 +19,7 @@ from etc_agent.integrations.train_state import TrainState
 from etc_agent.migration.memory.bits import as_bits, copy_bits, finish_copies
 from etc_agent.parallel.config import Coordinate
 from etc_agent.planner.keepers import Block
-from etc_agent.state.layout import Manifest, Shard
+from etc_agent.state.layout import Manifest, Shard, by_tensor, shard_around
 from etc_agent.worker.change.state.rng import stream_of
 from etc_agent.worker.change.state.user_state import own_state, rules_of
 from etc_agent.worker.redundancy.layout import BlockLayout, OwnLayout, host_buffer
@@ -128,13 +128,9 @@ class CopySet:
         check_same(self.layout.manifest, tuple(held))
         buffers = adapter_of(state).volatile(state)
         at_once, later = Copies(), Copies()
-        by_name: dict[str, list[Shard]] = {}
-        for shard in held:
-            by_name.setdefault(shard.tensor.name, []).append(shard)
+        shards = by_tensor(held)
         for place in self.layout.places:
-            box = place.part.box
-            around = by_name[place.part.tensor.name]
-            shard = next((each for each in around if each.box.intersect(box) == box), around[0])
+            shard = shard_around(shards, place.part)
             bits = as_bits(held[shard])
             copies = at_once if shard in buffers else later
             copies.sources.append(bits if place.part == shard else bits[place.part.box.within(shard.box)])

@@ -16,7 +16,7 @@ import torch
 
 from etc_agent.migration.memory.bits import bits_at, touch
 from etc_agent.planner.keepers import Block
-from etc_agent.state.layout import Manifest, Shard
+from etc_agent.state.layout import Manifest, Shard, by_tensor, shard_around
 
 _ALIGNMENT = 16
 """Bytes. Every dtype can be read at a multiple of it."""
@@ -67,7 +67,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class OwnLayout:
-    """A worker's own copy. `manifest`: all that it holds, one shard of each tensor. `sent`: number of a block -> the
+    """A worker's own copy. `manifest`: all that it holds. `sent`: number of a block -> the
     piece that its keeper gets; `rest`: the shards that are not wholly in the pieces."""
 
     manifest: Manifest
@@ -82,10 +82,10 @@ class OwnLayout:
         for number, parts in pieces.items():
             sent[number] = Places.of(parts, end)
             end = sent[number].end_bytes
-        num_sent = Counter[str]()
+        num_sent, shards = Counter[Shard](), by_tensor(manifest)
         for part in chain(*pieces.values()):
-            num_sent[part.tensor.name] += part.box.num_elements
-        rest = tuple(shard for shard in manifest if num_sent[shard.tensor.name] < shard.box.num_elements)
+            num_sent[shard_around(shards, part)] += part.box.num_elements
+        rest = tuple(shard for shard in manifest if num_sent[shard] < shard.box.num_elements)
         return cls(manifest, sent, Places.of(rest, end))
 
     @property
@@ -98,12 +98,13 @@ class OwnLayout:
 
     def shards(self) -> dict[Shard, tuple[Place, ...]]:
         """Every shard of the manifest -> where it lies: one place, or those of the parts that make it up."""
-        found: dict[str, list[Place]] = {shard.tensor.name: [] for shard in self.manifest}
+        found: dict[Shard, list[Place]] = {shard: [] for shard in self.manifest}
+        shards = by_tensor(self.manifest)
         for places in self.sent.values():
             for place in places.places:
-                found[place.part.tensor.name].append(place)
-        found |= {place.part.tensor.name: [place] for place in self.rest.places}
-        return {shard: tuple(found[shard.tensor.name]) for shard in self.manifest}
+                found[shard_around(shards, place.part)].append(place)
+        found |= {place.part: [place] for place in self.rest.places}
+        return {shard: tuple(places) for shard, places in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
