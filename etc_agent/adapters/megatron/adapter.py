@@ -60,6 +60,7 @@ class Megatron:
         generation = Globals.new()
         if dist.get_backend() == FAKE:
             with megatron_globals.entered(generation), WithoutDraws(), OnMeta():
+                generation.use_one_backend()
                 return self._built(parallel, generation)
         if threading.current_thread() is threading.main_thread():
             # The job's start: nothing is trained yet, and the constructors compute the first values.

@@ -45,6 +45,15 @@ class Globals:
         spec.loader.exec_module(module)
         return cls(module)
 
+    def use_one_backend(self) -> None:
+        """Have all groups use the world's own backend: any other needs peers."""
+        create = self.groups.create_group
+
+        def create_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
+            return create(*args, **options)
+
+        vars(self.groups)["create_group"] = create_group
+
 
 class _Present:
     """`in_force`: the generation of threads that have entered none. `originals`: functions as Megatron defines them."""
