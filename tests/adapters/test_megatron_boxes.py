@@ -15,7 +15,7 @@ import torch
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.state.check import check_layout
-from etc_agent.state.layout import Layout
+from etc_agent.state.layout import Layout, Manifest
 from etc_agent.worker.data.division import GlobalBatch
 from etc_agent.worker.model import build_state
 from etc_agent.worker.world.build import build_fake
@@ -80,7 +80,11 @@ def test_a_fused_projection_is_two_boxes_and_a_range_of_the_distributed_optimize
     fused = [shard for shard in plain[1] if shard.tensor.name == "model.decoder.layers.mlp.linear_fc1.weight.0"]
     assert [shard.box.offset for shard in fused] == [(48, 0), (144, 0)]
     ranges = layout_of("DP2", distributed=True, bf16=True)
-    held = [sum(shard.num_bytes for shard in manifest if ".main" in shard.tensor.name) for manifest in ranges]
-    whole = sum(shard.num_bytes for shard in layout_of("DP1", distributed=True, bf16=True)[0] if ".main" in shard.tensor.name)
+    held = [bytes_of_main(manifest) for manifest in ranges]
+    whole = bytes_of_main(layout_of("DP1", distributed=True, bf16=True)[0])
     assert sum(held) == whole
     assert max(held) < whole
+
+
+def bytes_of_main(manifest: Manifest) -> int:
+    return sum(shard.num_bytes for shard in manifest if shard.tensor.name.endswith(".main"))

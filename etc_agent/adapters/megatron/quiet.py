@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import unwrap
 from typing import Any, Final
 
 import torch
@@ -15,9 +16,10 @@ _FILLS: Final = frozenset(
     )
 )
 _MAKERS: Final[dict[Callable[..., Any], Callable[..., Any]]] = {
-    torch.rand: torch.zeros, torch.randn: torch.zeros,
+    unwrap(torch.rand): torch.zeros, unwrap(torch.randn): torch.zeros,
     torch.rand_like: torch.zeros_like, torch.randn_like: torch.zeros_like,
 }
+"""A mode is given the functions of torch itself, also where something has wrapped them."""
 
 
 class WithoutDraws(TorchFunctionMode):
@@ -39,27 +41,25 @@ class WithoutDraws(TorchFunctionMode):
 
 
 class OnMeta(TorchFunctionMode):
-    """In this thread, new tensors are on the meta device whatever device is asked for, and say that they are on a GPU,
-    as Megatron's optimizers demand. For a layout that is derived without memory."""
+    """In this thread, new tensors of floating-point numbers are on the meta device, and say that they are on a GPU, as
+    Megatron's optimizers demand. For a layout that is derived without memory."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        if func is torch.Tensor.type and len(args) == 1 and not options:
+        if func is torch.Tensor.type and len(args) == 1 and not options and args[0].is_meta:
             return f"torch.cuda.{_TYPES.get(args[0].dtype, 'Float')}Tensor"
-        if func in _ON_DEVICES or options.get("device") is not None:
+        if func is torch.Tensor.cuda and args[0].is_meta:
+            return args[0]
+        dtype = options.get("dtype")
+        if func in _LARGE and (dtype is None or dtype.is_floating_point):
             options["device"] = "meta"
             options.pop("pin_memory", None)
-        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
-            return args[0]
         return func(*args, **options)
 
 
 _TYPES: Final = {torch.bfloat16: "BFloat16", torch.float16: "Half", torch.float32: "Float"}
-_ON_DEVICES: Final = frozenset(
-    getattr(torch, name)
-    for name in (
-        "arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros",
-    )
+_LARGE: Final = frozenset(
+    unwrap(make) for make in (torch.empty, torch.empty_strided, torch.zeros, torch.ones, torch.rand, torch.randn)
 )
