@@ -41,7 +41,7 @@ def _stand_in() -> None:
     def type_on_gpu(tensor: torch.Tensor, dtype: Any = None, *args: Any, **options: Any) -> Any:
         # Megatron's optimizers compare with names such as torch.cuda.FloatTensor.
         if dtype is None:
-            return type_of(tensor).replace("torch.", "torch.cuda.", 1)
+            return type_of(tensor).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.", 1)
         return type_of(tensor, dtype, *args, **options)
 
     torch.Tensor.type = type_on_gpu  # type: ignore[method-assign]
