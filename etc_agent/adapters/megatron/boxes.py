@@ -160,7 +160,7 @@ def _states(part: Any) -> Iterator[tuple[torch.Tensor, int, int, dict[str, Any]]
             held = part._get_model_param_range_map(param)["param"]
             state = dict(part._get_main_param_and_optimizer_states(param))
             main = state.pop("param")
-            if main.data_ptr() != param.data_ptr() + held.start * param.element_size():
+            if main.dtype != param.dtype:  # else it is a part of the parameter itself
                 state[MAIN] = main
             yield param, held.start, held.end, state
     elif isinstance(part, Float16OptimizerWithFloat16Params):
