@@ -95,7 +95,7 @@ def forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[torch.Ten
 
 def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = losses.float().mean()
-    return loss, {"loss": loss.detach()}
+    return loss, {"loss": loss.detach().clone()}  # Megatron divides the first by the number of microbatches
 
 
 def print_loss(step: int, reported: list[dict[str, torch.Tensor]]) -> None:
