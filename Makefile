@@ -19,12 +19,17 @@ TORCH ?= $(if $(wildcard /dev/nvidiactl),torch,torch==2.13.0)
 STAMP := $(VENV)/.installed
 # Arguments for scripts/run_demo.py.
 DEMO ?=
+# Of the libraries that examples/ use, what their tests are known to pass with.
+STACKS_VENV ?= .venv-stacks
+STACKS_BIN := $(STACKS_VENV)/bin
+STACKS_STAMP := $(STACKS_VENV)/.installed
+STACKS := transformers==5.24.0 peft accelerate safetensors torchdata megatron-core==0.16.1 schedulefree
 # Test files run beside each other: most of them wait for other processes most of the time.
 TEST_JOBS ?= 4
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup run test test-long test-sweep lint clean
+.PHONY: setup run test test-long test-stacks test-sweep lint clean
 
 setup: $(STAMP)
 
@@ -47,6 +52,16 @@ test: setup lint
 test-long: setup
 	$(BIN)/python -m pytest -q -rs -m long
 
+test-stacks: $(STACKS_STAMP)
+	PATH="$(abspath $(STACKS_BIN)):$$PATH" $(STACKS_BIN)/python -m pytest -q -rs -m stacks
+
+$(STACKS_STAMP): setup.cfg pyproject.toml scripts/install_etcd.sh Makefile
+	bash scripts/make_venv.sh "$(PYTHON)" "$(STACKS_VENV)"
+	$(STACKS_BIN)/pip install --quiet --disable-pip-version-check --progress-bar off "$(TORCH)" $(STACKS)
+	$(STACKS_BIN)/pip install --quiet --disable-pip-version-check --progress-bar off --editable '.[dev]'
+	bash scripts/install_etcd.sh "$(STACKS_BIN)"
+	touch $@
+
 test-sweep: setup
 	bash scripts/install_deploy_tools.sh
 	$(BIN)/python -m pytest -q -rs -m sweep
@@ -57,5 +72,5 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis out *.egg-info
+	rm -rf $(VENV) $(STACKS_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis out *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

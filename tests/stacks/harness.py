@@ -23,6 +23,7 @@ MOST_LINES: Final = 10
 STEPS: Final = 100_000
 """Neither run comes so far: the schedules of both count with it, and both are ended before."""
 
+_FIRST_STEP = re.compile(r"generation \d+: its first step ended (\d+) ms after")
 _LOSS = re.compile(r"step +(\d+) +loss +([\d.e+-]+|nan|inf)")
 
 
@@ -79,12 +80,12 @@ def _code_lines(path: Path) -> list[str]:
 @dataclass(frozen=True)
 class Run:
     """What a job did. `losses`: by step. `replies`: to the requests for other sizes, in order. `folder`: with its saved
-    weights."""
+    weights. `first_steps_s`: of each change, from the end of the last step before it to that of the first after it."""
 
     losses: dict[int, float]
     folder: Path
     replies: tuple[dict[str, Any], ...] = ()
-    seconds: dict[int, float] = field(default_factory=dict)
+    first_steps_s: tuple[float, ...] = ()
 
     @property
     def last_saved(self) -> int:
@@ -111,7 +112,8 @@ def run_changing(stack: Stack, folder: Path, save_every: int = 10, timeout_s: fl
             _wait_for_steps(job, 3, timeout_s)
         before = Run({}, saved).last_saved
         wait_until(lambda: Run({}, saved).last_saved > before + save_every, "weights after the last change", timeout_s)
-        return Run(_losses(job), saved, tuple(replies))
+        stops = tuple(int(ms) / 1e3 for ms in _FIRST_STEP.findall(job.output))
+        return Run(_losses(job), saved, tuple(replies), stops)
     finally:
         job.kill()
 
@@ -127,6 +129,22 @@ def run_fixed(stack: Stack, folder: Path, num_steps: int, save_every: int = 10, 
     try:
         job.wait_for(rf"step +{num_steps} +loss", timeout_s)
         return Run(_losses(job), saved)
+    finally:
+        job.kill()
+
+
+def step_s(launcher: str, stack: Stack, folder: Path, num_processes: int, num_steps: int, timeout_s: float) -> float:
+    """Seconds per step at a fixed size: of the script for torchrun under it, or of the elastic one under etc-run."""
+    script = stack.plain if launcher == "torchrun" else stack.elastic
+    job = EtcRun(
+        "--standalone", "--nproc-per-node", num_processes, script, *_options(stack, folder, STEPS), cwd=folder,
+        launcher=launcher,
+    )
+    try:
+        _wait_for_steps(job, num_steps // 2, timeout_s)
+        before, began = max(_losses(job)), time.monotonic()
+        _wait_for_steps(job, num_steps, timeout_s)
+        return (time.monotonic() - began) / (max(_losses(job)) - before)
     finally:
         job.kill()
 
