@@ -36,7 +36,7 @@ def boxes() -> list[Box]:
         beside = Box("prepare", lane, LEFT + 2.2 * STEP, LEFT + 6.2 * STEP, "build on meta, groups, plan", row=1)
         found.append(beside)
     found += [
-        Box("start", 2, LEFT + 1.2 * STEP, LEFT + 2.2 * STEP - 2, "warm spare"),
+        Box("start", 2, LEFT + 0.9 * STEP, LEFT + 2.2 * STEP - 2, "warm spare"),
         Box("prepare", 2, LEFT + 2.2 * STEP, LEFT + 6.2 * STEP, "the same", row=0),
     ]
     for lane in range(3):
@@ -53,8 +53,8 @@ def drawn() -> str:
         'font-size="13">',
         '<title>A change from two workers to three, while they train</title>',
         f'<rect width="{WIDTH}" height="{bottom + 66}" fill="white"/>',
-        f'<text x="{LEFT + 1.2 * STEP}" y="24">control/scale = 3</text>',
-        f'<path d="M{LEFT + 1.2 * STEP} 30 V{TOP - 8}" stroke="#333" stroke-dasharray="3 3"/>',
+        f'<text x="{LEFT + 2.1 * STEP}" y="24" text-anchor="middle">control/scale = 3</text>',
+        f'<path d="M{LEFT + 2.1 * STEP} 30 V{TOP - 30}" stroke="#333" stroke-dasharray="3 3"/>',
         f'<text x="{LEFT}" y="{TOP - 14}" fill="#4c78a8">generation 1: PP1TP1DP2</text>',
         f'<text x="{switch + STOP}" y="{TOP - 14}" fill="#54a24b">generation 2: PP1TP1DP3</text>',
         f'<text x="{switch + STOP / 2}" y="{TOP - 34}" text-anchor="middle" fill="#e45756">the stop</text>',
@@ -77,11 +77,11 @@ def drawn() -> str:
                 f'fill="{colour}">{box.text}</text>'
             )
     shown = (
-        ("step", "a step, old size"), ("start", "a process waits, torch loaded"),
-        ("prepare", "prepared beside training"), ("switch", "tensors move, vote"), ("new step", "a step, new size"),
+        (12, "step", "a step, old size"), (150, "start", "a process that waits, torch loaded"),
+        (395, "prepare", "prepared beside training"), (590, "switch", "tensors move, vote"),
+        (760, "new step", "a step, new size"),
     )
-    for number, (kind, text) in enumerate(shown):
-        x = 12 + number * 188
+    for x, kind, text in shown:
         lines.append(f'<rect x="{x}" y="{bottom + 18}" width="14" height="14" rx="3" fill="{COLOURS[kind]}"/>')
         lines.append(f'<text x="{x + 20}" y="{bottom + 30}" font-size="12">{text}</text>')
     lines.append(
