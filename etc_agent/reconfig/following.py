@@ -16,6 +16,11 @@ from etc_agent.reconfig.requests import answer_meanwhile
 from etc_agent.reconfig.view import Decision, View, Wait, Write
 
 
+_BY_THEMSELVES_S = 30.0
+"""Seconds that the old workers have, after a worker that joins has died in an armed change, to find out by themselves
+how the switch has ended; it may begin only when their step is over."""
+
+
 def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
     """The next decision about `proposed`, which is to replace `committed`."""
     nodes = tuple(dict.fromkeys((*committed.nodes, *proposed.nodes)))
@@ -50,15 +55,19 @@ def follow(view: View, committed: Generation, proposed: Generation) -> Decision:
             decision = decision or carry_out(view, without(view, missing))
             if decision is not None:
                 return decision
+        if joiner and view.failed_s >= _BY_THEMSELVES_S:
+            # A message of the joiner that is half sent is waited for until somebody cuts the connection.
+            decision = freeze_all(view, committed, described(view, joiner), [joiner.slot])
+            if decision is not None:
+                return decision
         if view.phase_s >= view.policy.switch_s:
-            if joiner:
-                decision = freeze_all(view, committed, described(view, joiner), [joiner.slot])
-                if (decision := decision or lost_or_failed(view, committed, old + new)) is not None:
-                    return decision
+            if joiner and (decision := lost_or_failed(view, committed, old + new)) is not None:
+                return decision
             limit = f"{view.policy.switch_s:g} s (timeouts.switch_s)"
             why = f"generation {proposed.id} was armed and did not switch in {limit}"
             return end(view, Outcome.FAILED, 1, why)
-        return Wait(view.policy.switch_s - view.phase_s)
+        patient_s = _BY_THEMSELVES_S - view.failed_s if joiner else float("inf")
+        return Wait(min(view.policy.switch_s - view.phase_s, patient_s if patient_s > 0 else float("inf")))
     return _prepare(view, committed, proposed, old, new)
 
 

@@ -478,6 +478,22 @@ def test_a_node_that_is_lost_while_it_joins_costs_no_restart() -> None:
     cluster.assert_consistent()
 
 
+def test_old_workers_that_do_not_come_free_of_a_joiner_that_has_died_are_frozen() -> None:
+    cluster = joining_in_an_armed_change()
+    kill(cluster, "b", 0)
+    cluster.run()
+    assert (cluster.current.phase, cluster.current.losses) == (Phase.ARMED, 0), "they may find out by themselves"
+    cluster.failed_s = 30.0
+    cluster.run()
+    cluster.failed_s = 0.0
+    assert cluster.history[2].outcome == "withdrawn"
+    go_on(cluster)
+    cluster.run()
+    assert (cluster.current.loss, cluster.current.restarts, cluster.current.losses) == (None, 0, 1)
+    assert not cluster.committed.is_fresh
+    cluster.assert_consistent()
+
+
 def test_a_node_that_is_lost_after_others_have_seen_it_join_is_recovered_from() -> None:
     cluster = joining_in_an_armed_change()
     cluster.completed = 2
