@@ -15,7 +15,6 @@ from etc_agent.reconfig.recovery import freeze_all, handle
 from etc_agent.reconfig.requests import answer_meanwhile
 from etc_agent.reconfig.view import Decision, View, Wait, Write
 
-
 _BY_THEMSELVES_S = 30.0
 """Seconds that the old workers have, after a worker that joins has died in an armed change, to find out by themselves
 how the switch has ended; it may begin only when their step is over."""
