@@ -129,7 +129,7 @@ def main() -> None:
     torch.set_default_dtype(getattr(torch, args.dtype))
 
     def build(parallel: etc.ParallelContext) -> etc.TrainState:
-        model = Model(parallel.expert_mesh["ep"])
+        model = Model(parallel.expert_mesh["ep"]).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         return etc.TrainState(model, optimizer, init="module")
 
@@ -146,9 +146,9 @@ def main() -> None:
                 loss = loss.detach()
                 dist.all_reduce(loss)
                 if dist.get_rank() == 0:
-                    print(f"step {step.index} loss {loss.item():.12f}", flush=True)
-                if args.save and (step.index + 1) % args.save_every == 0:
-                    save(model, f"{args.save}/{step.index + 1}.pt")
+                    print(f"step {step} loss {loss.item():.12f}", flush=True)
+                if args.save and (step + 1) % args.save_every == 0:
+                    save(model, f"{args.save}/{step + 1}.pt")
 
 
 if __name__ == "__main__":

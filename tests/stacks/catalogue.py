@@ -19,9 +19,11 @@ _FLOAT64: Final = ("--dtype", "float64", "--compute-dtype", "float64", "--reduce
 FSDP2: Final = Stack("fsdp2", start="PP1TP2DP2", sizes=("DP4", "TP2DP1", "TP1DP3"), options=_FLOAT64)
 HSDP: Final = Stack("fsdp2", start="PP1TP1DP4", sizes=("DP2", "TP2DP2", "DP4"), options=(*_FLOAT64, "--replicas", "2"))
 
-LIGHT: Final = (DDP, NANOGPT, FSDP2, HSDP)
-
 _EXACT: Final = ("--dtype", "float64")
+MOE: Final = Stack("moe", start="PP1TP1DP2EP2", sizes=("DP4EP4", "DP4EP2", "3", "DP2", "DP2EP2"), options=_EXACT)
+
+LIGHT: Final = (DDP, NANOGPT, FSDP2, HSDP, MOE)
+
 LLAMA: Final = Stack("llama", sizes=("PP2TP2DP1", "PP1TP2DP2", "PP4TP1DP1", "PP2TP1DP2", "PP1TP1DP3"), options=_EXACT)
 LLAMA_TIED: Final = Stack("llama", sizes=("PP1TP2DP2", "3", "PP1TP4DP1"), options=_EXACT)
 """The embedding is the head as well, in one stage."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stacks.catalogue import DDP, FSDP2, HSDP, LIGHT, NANOGPT
+from tests.stacks.catalogue import DDP, FSDP2, HSDP, LIGHT, MOE, NANOGPT
 from tests.stacks.harness import MOST_LINES, Stack, assert_same, changed_lines, run_changing, run_fixed
 
 SHORT = (replace(DDP, sizes=("3", "1")), replace(NANOGPT, sizes=("4",)), replace(FSDP2, sizes=("DP4",)))
@@ -17,7 +17,7 @@ def name(stack: Stack) -> str:
     return f"{stack.name} {' '.join((stack.start, *stack.sizes))}"
 
 
-@pytest.mark.parametrize("stack", [DDP, NANOGPT, FSDP2], ids=name)
+@pytest.mark.parametrize("stack", [DDP, NANOGPT, FSDP2, MOE], ids=name)
 def test_at_most_ten_lines_make_it_elastic(stack: Stack) -> None:
     lines = changed_lines(stack)
     assert 0 < len(lines) <= MOST_LINES, lines
