@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from etc_agent.adapters.native import Native
 from etc_agent.errors import EtcError
 from etc_agent.integrations.native import TrainState, shards_of
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.worker.context import ParallelContext
 from etc_agent.worker.data.division import GlobalBatch
-from etc_agent.worker.model import build_on_meta
+from etc_agent.worker.model import build_state
 from etc_agent.worker.world.build import build_fake
 from etc_agent.worker.world.swap import entered, install
 
@@ -24,13 +26,13 @@ pytestmark = pytest.mark.stacks
 CPU = torch.device("cpu")
 
 
-def layout_of(build: object, config: ParallelConfig) -> dict[str, list[tuple]]:
+def layout_of(build: Callable[[ParallelContext], TrainState], config: ParallelConfig) -> dict[str, list[tuple]]:
     """Tensor -> dtype and box on each rank of `config`."""
     install()
     found: dict[str, list[tuple]] = {}
     for rank in range(config.num_ranks):
         with contextlib.closing(build_fake(rank, config, CPU)) as world:
-            state = build_on_meta(build, world, CPU, 1, GlobalBatch(8))  # type: ignore[arg-type]
+            state = build_state(Native(build), world, CPU, 1, GlobalBatch(8))
             assert all(param.is_meta for param in state.model.parameters())
             with entered(world):
                 for shard in shards_of(state):
