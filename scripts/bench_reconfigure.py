@@ -3,7 +3,10 @@
 Three measurements on one machine, one after the other:
 
 * stop: a job under etc-run changes size again and again. From the end of the last step of the old generation to the end
-  of the first step of the new one, less one median step of the new one.
+  of the first step of the new one, less one median step of the new one. Beside it what the stop does not show: all
+  time above the median step of its generation, from the request to ten steps after the switch (`lost_s`; of changes
+  that start no process, `lost_same_size_s`), and how much slower the steps beside a preparation are (of the same
+  changes, `prepare_slowdown_percent`).
 * restart: torchrun, the same model, a PyTorch distributed checkpoint on tmpfs, the same changes. The same interval:
   save, end, start, import, load, first step, less one median step.
 * steady: a step in a session under etc-run against a step without one under torchrun, rounds alternating; 1.2 times a
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -45,8 +49,21 @@ STEADY = "PP1TP1DP4"
 TIMEOUT_S = 300.0
 
 
-def stops(model: list[str], folder: Path, steps_between: int, shown: Console) -> dict[str, list[float]]:
-    """Change -> seconds of stopped training, from the step log of one job under etc-run."""
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one change took from training. `lost_s`: seconds above the median steps. `slowdown`: of a step beside its
+    preparation, as a part of the median step; None where no step ended meanwhile. `starts`: it started processes."""
+
+    lost_s: float
+    slowdown: float | None
+    starts: bool
+
+
+def stops(
+    model: list[str], folder: Path, steps_between: int, shown: Console
+) -> tuple[dict[str, list[float]], list[Loss]]:
+    """Change -> seconds of stopped training; and all that each change took; from the step log of one job under
+    etc-run."""
     job_file, log = folder / "job.yaml", folder / "gpt-tiny.jsonl"
     command = [str(ROOT / "scripts" / "train_gpt.py"), *model, "--steps=100000", f"--log={log}"]
     job_file.write_text(
@@ -57,12 +74,34 @@ def stops(model: list[str], folder: Path, steps_between: int, shown: Console) ->
         with EtcdClient([endpoint]) as client:
             administrator = Administrator(client, run_id, shown)
             job.train_until(steps_between, TIMEOUT_S)
+            requests = []
             for target in CHANGES:
+                requests.append(time.time())
                 record = administrator.change(job, target, TIMEOUT_S)
                 job.train_until(record.step + steps_between, TIMEOUT_S)
             administrator.close()
         steps = job.steps()
-    return _intervals(steps)
+    return _intervals(steps), _losses(steps, requests)
+
+
+def _losses(steps: list[dict[str, Any]], requests: list[float]) -> list[Loss]:
+    """Of each change, in the order of the requests (seconds since the epoch)."""
+    durations = [(line, line["time"] - before["time"], before) for before, line in pairwise(steps)]
+    switches = [n for n, (line, _, before) in enumerate(durations) if line["generation"] != before["generation"]]
+    assert len(switches) == len(requests), f"{len(requests)} requests, {len(switches)} changes"
+    found = []
+    for switch, request in zip(switches, requests, strict=True):
+        line, stopped_s, before = durations[switch]
+        old = [(each, s) for each, s, _ in durations[:switch] if each["generation"] == before["generation"]]
+        new = [s for each, s, _ in durations[switch + 1 :] if each["generation"] == line["generation"]]
+        usual = statistics.median(s for each, s in old if each["time"] <= request)
+        beside = [s for each, s in old if each["time"] > request]
+        median_new = statistics.median(new)
+        lost_s = sum(s - usual for s in beside) + stopped_s - median_new + sum(s - median_new for s in new[:10])
+        slowdown = sum(beside) / len(beside) / usual - 1 if beside else None
+        sizes = [ParallelConfig.parse(each["config"]).num_ranks for each in (before, line)]
+        found.append(Loss(lost_s, slowdown, sizes[1] > sizes[0]))
+    return found
 
 
 def _intervals(steps: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -190,7 +229,7 @@ def main(
     shown = Console(highlight=False)
     model = [f"--layers={layers}", f"--hidden={hidden}", "--heads=4", "--global-batch=32"]
     with tempfile.TemporaryDirectory(prefix="etc-run-bench-") as name:
-        stopped = stops(model, Path(name), steps_between, shown)
+        stopped, losses = stops(model, Path(name), steps_between, shown)
         restarted = restarts(model, 5, shown)
         median = steady(model, Path(name), steady_steps, rounds, shown) if steady_steps else {}
     table = Table("change", "stopped under etc-run", "restarted by torchrun", "ratio")
@@ -206,7 +245,12 @@ def main(
         "stop_over_restart": round(stop_s / restart_s, 5),
         "changes": len(CHANGES),
         "worst_stop_s": round(max(value for values in stopped.values() for value in values), 4),
+        "lost_s": round(statistics.median(loss.lost_s for loss in losses), 4),
+        "lost_same_size_s": round(statistics.median(loss.lost_s for loss in losses if not loss.starts), 4),
     }
+    slowdowns = [loss.slowdown for loss in losses if not loss.starts and loss.slowdown is not None]
+    if slowdowns:
+        result["prepare_slowdown_percent"] = round(100 * statistics.median(slowdowns), 1)
     if median:
         vote_s = 1.2 * median["all_reduce"]
         excess = (median["session"] - vote_s - median["plain"]) / median["plain"]
