@@ -70,7 +70,7 @@ class Kind:
 
     def cut(self, ordinal: int, max_bytes: int, max_transfers: int) -> Cut:
         """The cut of the tensor with this number among those of a region and kind. Limits: of a wave; a wave of single
-        elements may exceed them."""
+        elements may exceed them, and a wave with one chunk for each needer that of transfers."""
         key = (ordinal % self._period, max_bytes, max_transfers)
         if key not in self._cuts:
             self._cuts[key] = self._cut(*key)
@@ -78,15 +78,16 @@ class Kind:
 
     def _cut(self, rotation: int, max_bytes: int, max_transfers: int) -> Cut:
         num_waves = 1
+        finest = max(demand.box.num_elements for demand in self.demands)
         while True:
             parts = tuple(self._part(demand, routes, num_waves, rotation) for demand, routes in self._demands)
             most_bytes, most_transfers = self._most(parts, num_waves)
-            if most_bytes <= max_bytes and most_transfers <= max_transfers:
+            has_one_of_each = num_waves >= max(len(chunks.boxes) for _, chunks, _ in parts)
+            if most_bytes <= max_bytes and (most_transfers <= max_transfers or has_one_of_each):
                 break
-            finest = max(len(chunks.boxes) for _, chunks, _ in parts)
-            if num_waves > finest:
+            if num_waves == finest:
                 break
-            num_waves = max(num_waves + 1, min(-(-most_bytes // max_bytes), 4) * num_waves)
+            num_waves = min(finest, max(num_waves + 1, min(-(-most_bytes // max_bytes), 4) * num_waves))
         return Cut(parts, num_waves, most_bytes, most_transfers)
 
     def _part(

@@ -32,7 +32,7 @@ class Vote:
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout_s: float, connections: Connections
     ) -> None:
-        self._group = raw_group(store, rank, size, timeout_s, connections)
+        self.group = raw_group(store, rank, size, timeout_s, connections)
 
     def cast(self, ballot: Ballot) -> Ballot:
         """Vote, and return the result, which is equal on every rank.
@@ -40,7 +40,7 @@ class Vote:
         Raises:
             RuntimeError: a rank was lost, or did not vote in time.
         """
-        return minimum(self._group, ballot)
+        return minimum(self.group, ballot)
 
 
 def minimum(group: dist.ProcessGroup, ballot: Ballot) -> Ballot:
