@@ -23,7 +23,7 @@ from etc_agent.planner.demands import Demand, Workers
 
 CHUNK_BYTES = 1 << 20
 """Smaller boxes are not cut to balance the load: a further message would cost more than it saves."""
-_MOST_ROTATIONS = 8
+_MOST_ROTATIONS = 4
 """So many different rotations at most: what they balance is the sending of small tensors."""
 
 
