@@ -49,7 +49,7 @@ def match(name: str, previous: Owners, current: Owners) -> list[Demand]:
     Raises:
         MissingSourceError: a needed box is held by nobody.
     """
-    distinct = sorted({box for boxes, _ in previous for box in boxes if box.num_elements})
+    distinct = _Boxes(sorted({box for boxes, _ in previous for box in boxes if box.num_elements}))
     size = 1 + max((int(workers[-1]) for _, workers in (*previous, *current) if len(workers)), default=-1)
     group_of = np.full(size, -1, dtype=np.int64)
     for number, (_, workers) in enumerate(previous):
@@ -62,7 +62,7 @@ def match(name: str, previous: Owners, current: Owners) -> list[Demand]:
             mine = previous[int(group)][0] if group >= 0 else ()
             members = workers[groups == group]
             for target in boxes:
-                for box, sources in refine(missing_and_kept(target, mine)[0], distinct):
+                for box, sources in refine(missing_and_kept(target, mine)[0], distinct.meeting(target)):
                     if not sources:
                         raise MissingSourceError(
                             f"{name}: no live worker holds the box at {box.offset} of shape {box.shape}, "
@@ -76,6 +76,24 @@ def match(name: str, previous: Owners, current: Owners) -> list[Demand]:
         ])
         for box, targets in lacking.items()
     ]
+
+
+class _Boxes:
+    """Boxes of one tensor, to find those that meet another box without comparing it with each in Python."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        self._starts = np.array([box.offset for box in boxes], dtype=np.int64)
+        self._ends = self._starts + np.array([box.shape for box in boxes], dtype=np.int64)
+
+    def meeting(self, box: Box) -> list[Box]:
+        """Those that share an element with `box`, in their order."""
+        if not box.shape or not self._boxes:
+            return list(self._boxes)
+        start = np.array(box.offset, dtype=np.int64)
+        end = start + np.array(box.shape, dtype=np.int64)
+        meets = ((self._starts < end) & (self._ends > start)).all(axis=1)
+        return [self._boxes[index] for index in np.flatnonzero(meets).tolist()]
 
 
 def demands_of(pattern: Pattern) -> list[Demand]:
