@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import megatron_on_cpu  # noqa: F401  (only where there is no GPU)
+import megatron_on_cpu  # noqa: F401  (does nothing where there is a GPU)
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -159,9 +159,9 @@ def main() -> None:
                     forward_only=False,
                 )
                 step.commit()
-                print_loss(step.index, reported)
-                if args.save and (step.index + 1) % args.save_every == 0:
-                    save(model, Path(args.save), step.index + 1)
+                print_loss(step, reported)
+                if args.save and (step + 1) % args.save_every == 0:
+                    save(model, Path(args.save), step + 1)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from etc_agent.adapters.native import Native
+from etc_agent.adapters.choose import as_adapter
+from etc_agent.adapters.protocol import Adapter
 from etc_agent.errors import ConfigRefusedError, EtcError, named, one_line
-from etc_agent.integrations.native import (
-    TrainState,
-    held_shards,
-    host_state,
-    shards_of,
-    start_values,
-    takes_module_values,
-)
-from etc_agent.integrations.train_state import init_steps
+from etc_agent.integrations.train_state import TrainState, init_steps
 from etc_agent.integrations.weights import check_weights, fill_lost, has_lost_buffers, takes_weights
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.coverage import find_coverage
@@ -33,7 +26,7 @@ from etc_agent.state.layout import Manifest
 from etc_agent.torch_private.imports import import_compiler
 from etc_agent.worker.change.state.amending import check_carried
 from etc_agent.worker.data.division import GlobalBatch
-from etc_agent.worker.model import Build, build_state
+from etc_agent.worker.model import build_state
 from etc_agent.worker.settings import Settings
 from etc_agent.worker.whole import build_buffers, build_whole
 from etc_agent.worker.world.build import build_fake
@@ -99,10 +92,10 @@ class _Ranks:
 
 
 def check(
-    script: Build, configs: Sequence[ParallelConfig], global_batch: GlobalBatch, seed: int = 0,
+    script: Any, configs: Sequence[ParallelConfig], global_batch: GlobalBatch, seed: int = 0,
     most_bytes: int = 1 << 30,
 ) -> Answer:
-    """Check the `build` function `script` for a job that changes between `configs`.
+    """Check `script`, a `build` function or an adapter, for a job that changes between `configs`.
 
     `most_bytes`: the first values are made where all ranks' take no more. `activate`, steps and extras' contents after
     them are not run.
@@ -110,7 +103,7 @@ def check(
     install()
     import_compiler()  # as a session does; it changes the environment
     settings = Settings(torch.device("cpu"), global_batch, seed, 60.0, 60.0, 60.0, 60.0, None)
-    checking = _Checking(script, settings)
+    checking = _Checking(as_adapter(script), settings)
     found = [checking.build(config) for config in configs]
     possible = [ranks for ranks in found if ranks is not None]
     try:
@@ -125,8 +118,8 @@ def check(
 
 
 class _Checking:
-    def __init__(self, script: Build, settings: Settings) -> None:
-        self._script = script
+    def __init__(self, adapter: Adapter, settings: Settings) -> None:
+        self._adapter = adapter
         self._settings = settings
         self._findings: dict[tuple[Kind, str], list[str]] = {}
         self._models: dict[int, TrainState] = {}
@@ -171,15 +164,15 @@ class _Checking:
         world = build_fake(rank, ranks.config, settings.device)
         ranks.worlds.append(world)
         with self._watching(str(ranks.config)):
-            state = build_state(Native(self._script), world, settings.device, _GENERATION, settings.global_batch)
+            state = build_state(self._adapter, world, settings.device, _GENERATION, settings.global_batch)
         if self._models.setdefault(id(state.model), state) is not state:
             self._find(
                 Kind.UNSUITABLE, str(ranks.config), "build() returns the same model in two calls; make it new in each"
             )
         ranks.states.append(state)
         with entered(world):
-            ranks.manifests.append(tuple(shards_of(state)))
-            host_state(state)
+            ranks.manifests.append(tuple(self._adapter.shards(state)))
+            self._adapter.host_state(state)
 
     @contextlib.contextmanager
     def _watching(self, where: str) -> Iterator[None]:
@@ -217,7 +210,7 @@ class _Checking:
         names = set()
         for world, state, manifest in zip(ranks.worlds, ranks.states, ranks.manifests, strict=True):
             with entered(world):
-                held = {shard.tensor.name for shard in held_shards(state)}
+                held = {shard.tensor.name for shard in self._adapter.held(state)}
             names |= held - {shard.tensor.name for shard in manifest}
         return names
 
@@ -236,12 +229,12 @@ class _Checking:
             self._find(Kind.REFUSED, where, text)
 
     def _make_first_values(self, ranks: _Ranks) -> None:
-        script, settings, first = self._script, self._settings, ranks.states[0]
+        adapter, settings, first = self._adapter, self._settings, ranks.states[0]
         whole, buffers = None, dict[str, torch.Tensor]()
-        if takes_module_values(first):
-            whole = build_whole(Native(script), settings, _GENERATION, 1)
+        if adapter.takes_module_values(first):
+            whole = build_whole(adapter, settings, _GENERATION, 1)
         elif takes_weights(first) and any(map(has_lost_buffers, ranks.states)):
-            buffers |= build_buffers(Native(script), settings, _GENERATION)
+            buffers |= build_buffers(adapter, settings, _GENERATION)
         if takes_weights(first):
             with entered(ranks.worlds[0]):
                 check_weights(ranks.states)
@@ -250,7 +243,7 @@ class _Checking:
                 if buffers:
                     state.init = (lambda made: fill_lost(made, buffers), *init_steps(state.init))
                 torch.manual_seed(settings.seed)
-                start_values(state, settings.device, whole)
+                adapter.start_values(state, settings.device, whole)
 
 
 def _of_process() -> Mapping[str, Any]:

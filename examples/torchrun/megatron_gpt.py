@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import megatron_on_cpu  # noqa: F401  (only where there is no GPU)
+import megatron_on_cpu  # noqa: F401  (does nothing where there is a GPU)
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state

@@ -35,4 +35,14 @@ ACCELERATE: Final = Stack("accelerate_loop", sizes=("4", "3", "1", "2"), options
 TRAINER: Final = Stack("trainer", sizes=("4", "3", "1", "2"), options=_EXACT, tolerance=2e-6)
 """Trainer sums the loss in float32."""
 
-ALL: Final = (*LIGHT, LLAMA, LLAMA_TIED, LORA_DDP, LORA_FSDP, ACCELERATE, TRAINER)
+_SIZES: Final = ("PP1TP1DP4", "PP2TP2DP1", "PP4TP1DP1", "PP1TP2DP2", "PP1TP1DP1")
+MEGATRON: Final = Stack("megatron_gpt", sizes=_SIZES, tolerance=2e-5, state_tolerance=1e-3)
+MEGATRON_DISTRIBUTED: Final = Stack(
+    "megatron_gpt", sizes=_SIZES, options=("--distributed-optimizer",), tolerance=2e-5, state_tolerance=1e-3
+)
+MEGATRON_BF16: Final = Stack(
+    "megatron_gpt", sizes=_SIZES, options=("--distributed-optimizer", "--bf16"), tolerance=0.05, state_tolerance=0.05
+)
+"""In float32, or bfloat16, since Megatron's optimizers have no other; the roundings of each size add up."""
+
+ALL: Final = (*LIGHT, LLAMA, LLAMA_TIED, LORA_DDP, LORA_FSDP, ACCELERATE, TRAINER, MEGATRON, MEGATRON_DISTRIBUTED)
