@@ -38,6 +38,7 @@ from etc_agent.control.channel import SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message, Progress
 from etc_agent.reconfig import member, parts
 from etc_agent.reconfig.fencing import Fencing
+from etc_agent.reconfig.losses import suspense
 from etc_agent.reconfig.observing import JobRecords
 from etc_agent.reconfig.records import NodeRecord, NodeState, Outcome
 from etc_agent.reconfig.surroundings import Surroundings
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _LEAVER_GRACE_S = 10.0
+_SUSPENSE_S = 1.0
+"""Much longer than it takes to learn of a worker that has ended on a node that lives."""
 _UNDER_WAY_S = 10.0
 """Seconds for which no warm spares are started after workers were, so that these get the CPU, unless all have opened
 their sessions."""
@@ -110,6 +113,7 @@ class NodeAgent:
         self._is_stopping, self._why_stopping = False, ""
         self._logged_generation = 0
         self._logged_workers = -1
+        self._logged_suspense = ""
 
     def run(self) -> JobEnd:
         """Take part in the job until it ends or this node has left."""
@@ -133,6 +137,7 @@ class NodeAgent:
             self._clear(records)
             connected_s = min(self._mirror.connected_for_s, self._fence.followed_s)
             view = self._leadership.observe(records, connected_s, self._fence.alive_at)
+            self._log_suspense(records, view)
             self._act(records, view)
             self._offer_spares()
             self._own.publish()
@@ -254,6 +259,14 @@ class NodeAgent:
         self._logged_workers = workers
         what = f"{workers} of {committed.config.num_ranks} workers" if workers else "a waiting node, without workers"
         logger.info("%s is in generation %d: %s", self._name, committed.id, what)
+
+    def _log_suspense(self, records: JobRecords, view: View) -> None:
+        """Say what this node waits for while another one may be lost. If that is the leader's, nobody else says it."""
+        if records.leader == self._name or view.failed_s < _SUSPENSE_S:
+            return
+        if (what := suspense(view)) and what != self._logged_suspense:
+            logger.warning("%s", what)
+            self._logged_suspense = what
 
     def _renew_store(self, records: JobRecords) -> None:
         """Open a new store when a fresh generation has used this node's: no other may meet there (`Stores`)."""

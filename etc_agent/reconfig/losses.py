@@ -135,14 +135,26 @@ def _by_appearance(
     joiner = first_cause(failure for ack in new for failure in ack.failed if not failure.kind.is_hang)
     patient_s = view.policy.blame_s if len(committed.nodes) == 1 else max(view.policy.blame_s, view.policy.lost_s)
     if joiner is None and view.failed_s < patient_s:
-        return Wait(patient_s - view.failed_s, _in_suspense(view, committed, acks, told, patient_s))
+        return Wait(patient_s - view.failed_s, _in_suspense(committed, acks, told, patient_s))
     if joiner is not None:
         return Lost(view.current, (), described(view, joiner))
     failure = Failure(told.slot, FailureKind.PEER_LOST, 1, told.error)
     return _cut(view, acks, failure, f"the worker on {told.slot} lost the connection to a peer: {told.error}")
 
 
-def _in_suspense(view: View, committed: Generation, acks: list[Ack], told: Refusal, patient_s: float) -> str:
+def suspense(view: View) -> str:
+    """What a node says that does not lead, while a node may be lost: the leader itself may be; "" otherwise."""
+    committed = view.committed
+    if committed is None or view.current.loss is not None:
+        return ""
+    acks = [view.ack(committed.id, node) for node in committed.nodes]
+    told = first_refusal(ack.peer_lost for ack in acks if ack.peer_lost)
+    if told is None or len(committed.nodes) == 1 or any(ack.failed for ack in acks):
+        return ""
+    return _in_suspense(committed, acks, told, max(view.policy.blame_s, view.policy.lost_s))
+
+
+def _in_suspense(committed: Generation, acks: list[Ack], told: Refusal, patient_s: float) -> str:
     """Why nothing happens for so long, for people."""
     what = f"{told.slot} lost the connection to a peer ({told.error}), and no worker is known to have ended"
     if len(committed.nodes) == 1:

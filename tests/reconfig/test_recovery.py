@@ -14,6 +14,7 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Slot
 from etc_agent.reconfig.leader import decide
+from etc_agent.reconfig.losses import suspense
 from etc_agent.reconfig.member import summarise
 from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
 from etc_agent.reconfig.view import Policy, Wait
@@ -268,6 +269,10 @@ def test_while_a_node_may_be_lost_the_leader_says_which_one_and_for_how_long_it_
     assert isinstance(decision, Wait)
     assert "a/0 lost the connection to a peer (Connection reset by peer)" in decision.why
     assert decision.why.endswith("perhaps node b is lost, which the end of its lease will show within 12 s")
+    assert suspense(cluster.view()) == decision.why, "other nodes say so too"
+    kill(cluster, "b", 1)
+    cluster.run()
+    assert suspense(cluster.view()) == ""
 
 
 def test_a_cut_that_new_groups_do_not_heal_is_a_restart_within_the_budget() -> None:
