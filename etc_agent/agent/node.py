@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _LEAVER_GRACE_S = 10.0
-_SUSPENSE_S = 1.0
-"""Much longer than it takes to learn of a worker that has ended on a node that lives."""
 _UNDER_WAY_S = 10.0
 """Seconds for which no warm spares are started after workers were, so that these get the CPU, unless all have opened
 their sessions."""
@@ -262,9 +260,8 @@ class NodeAgent:
 
     def _log_suspense(self, records: JobRecords, view: View) -> None:
         """Say what this node waits for while another one may be lost. If that is the leader's, nobody else says it."""
-        if records.leader == self._name or view.failed_s < _SUSPENSE_S:
-            return
-        if (what := suspense(view)) and what != self._logged_suspense:
+        what = suspense(view) if records.leader != self._name else ""
+        if what and what != self._logged_suspense:
             logger.warning("%s", what)
             self._logged_suspense = what
 

@@ -28,6 +28,8 @@ from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, Refus
 from etc_agent.reconfig.view import View, Wait
 
 _MOST_NAMES = 3
+_SUSPENSE_S = 1.0
+"""Much longer than it takes to learn of a worker that has ended on a node that lives."""
 _FREE = 2
 """Recoveries in a row without a completed step between them that do not count as restarts: two faults may come soon
 after each other."""
@@ -134,6 +136,8 @@ def _by_appearance(
         return None
     joiner = first_cause(failure for ack in new for failure in ack.failed if not failure.kind.is_hang)
     patient_s = view.policy.blame_s if len(committed.nodes) == 1 else max(view.policy.blame_s, view.policy.lost_s)
+    if joiner is None and view.failed_s < min(patient_s, _SUSPENSE_S):
+        return Wait(min(patient_s, _SUSPENSE_S) - view.failed_s)
     if joiner is None and view.failed_s < patient_s:
         return Wait(patient_s - view.failed_s, _in_suspense(committed, acks, told, patient_s))
     if joiner is not None:
@@ -145,7 +149,7 @@ def _by_appearance(
 def suspense(view: View) -> str:
     """What a node says that does not lead, while a node may be lost: the leader itself may be; "" otherwise."""
     committed = view.committed
-    if committed is None or view.current.loss is not None:
+    if committed is None or view.current.loss is not None or view.failed_s < _SUSPENSE_S:
         return ""
     acks = [view.ack(committed.id, node) for node in committed.nodes]
     told = first_refusal(ack.peer_lost for ack in acks if ack.peer_lost)
@@ -156,7 +160,7 @@ def suspense(view: View) -> str:
 
 def _in_suspense(committed: Generation, acks: list[Ack], told: Refusal, patient_s: float) -> str:
     """Why nothing happens for so long, for people."""
-    what = f"{told.slot} lost the connection to a peer ({told.error}), and no worker is known to have ended"
+    what = f"{told.slot} lost the connection to a peer, and no worker is known to have ended"
     if len(committed.nodes) == 1:
         return f"{what}; waiting up to {patient_s:g} s for an explanation"
     heard = {ack.node for ack in acks if ack.peer_lost}

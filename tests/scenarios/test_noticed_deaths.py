@@ -71,6 +71,6 @@ def test_where_nobody_is_left_to_testify_the_lease_has_to_run_out(
     killed_at = time.monotonic()
     for pid in (*doomed, victim.process.pid):
         os.kill(pid, signal.SIGKILL)
-    other.wait_for(r"lost the connection to a peer .*; perhaps node \S+ is lost", 40)
+    other.wait_for(r"lost the connection to a peer, .*; perhaps node \S+ is lost", 40)
     other.wait_for(r"node \S+ was lost", 40)
     assert time.monotonic() - killed_at > BELIEVED_S
