@@ -98,6 +98,9 @@ def step_over(optimizer: Optimizer, group: dict[str, Any], param: torch.Tensor, 
             # A step may write to it, or read it back to the host, which is impossible for a meta tensor.
             probe.param_groups[0][key] = 1e-3 if value.device.type == "meta" else value.item()
     without_step_hooks(probe)
+    set_mode = getattr(type(optimizer), "train", None)
+    if callable(set_mode):
+        set_mode(probe)  # those that average weights (ScheduleFree) step in this mode alone
     # The class's step: a scheduler replaces the instance's own by one that is bound to the real optimizer.
     step: Callable[[Optimizer], Any] = type(optimizer).step
     error = None

@@ -117,3 +117,21 @@ class Quantised(Optimizer):
                     state["momentum"].copy_(((momentum / state["scale"].clamp_min(1e-12) + 1) * 127.5).round())
                 else:
                     state["momentum"] = momentum
+
+
+class OnlyInTrainMode(SlowWeights):
+    """Steps only after `train()`, like ScheduleFree; the mode is in the groups."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError("not in train mode")
+        super().step(closure)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers_of_users import Lion, NumbersPerParameter, Quantised, SlowWeights
+from optimizers_of_users import Lion, NumbersPerParameter, OnlyInTrainMode, Quantised, SlowWeights
 from torch import nn
 
 from etc_agent.errors import EtcError
@@ -48,7 +48,21 @@ OPTIMIZERS: dict[str, Make] = {
     "numbers per parameter": NumbersPerParameter,
     "slow weights": SlowWeights,
     "quantised": Quantised,
+    "only in train mode": OnlyInTrainMode,
+    "NAdam": torch.optim.NAdam,
+    "Muon": lambda params: torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.01),
 }
+
+
+def schedule_free(params: Any) -> torch.optim.Optimizer:
+    return pytest.importorskip("schedulefree").AdamWScheduleFree(params, lr=0.01, warmup_steps=2)
+
+
+def adafactor_of_transformers(params: Any) -> torch.optim.Optimizer:
+    return pytest.importorskip("transformers.optimization").Adafactor(params)
+
+
+LIBRARIES: dict[str, Make] = {"ScheduleFree": schedule_free, "Adafactor of transformers": adafactor_of_transformers}
 
 
 class Net(nn.Module):
@@ -121,6 +135,8 @@ def train(state: TrainState, first: int, num_steps: int) -> None:
     for step in range(first, first + num_steps):
         generator = torch.Generator().manual_seed(step)
         state.model(torch.randn(5, 3, generator=generator)).square().sum().backward()
+        if hasattr(state.optimizer, "train"):
+            state.optimizer.train()
         state.optimizer.step()
         state.model.zero_grad()
 
@@ -143,15 +159,29 @@ def assert_same(state: TrainState, expected: TrainState) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.stacks) for name in LIBRARIES)])
 def test_training_goes_on_bit_for_bit_after_a_change(name: str, num_steps: int) -> None:
-    build = build_with(OPTIMIZERS[name])
+    build = build_with((OPTIMIZERS | LIBRARIES)[name])
     state, expected = started(build), plain(build)
     for each in (state, expected):
         train(each, 0, num_steps)
     state = changed(state, build)
     for each in (state, expected):
         train(each, num_steps, 3)
+    assert_same(state, expected)
+
+
+@pytest.mark.stacks
+def test_weights_that_are_averaged_for_an_evaluation_are_so_after_a_change() -> None:
+    build = build_with(schedule_free)
+    state, expected = started(build), plain(build)
+    for each in (state, expected):
+        train(each, 0, 3)
+        each.optimizer.eval()
+    state = changed(state, build)
+    assert_same(state, expected)
+    for each in (state, expected):
+        train(each, 3, 2)
     assert_same(state, expected)
 
 
