@@ -41,6 +41,9 @@ from etc_agent.reconfig.sizing import (
 from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
 from etc_agent.reconfig.wanted import parse_wanted
 
+_FIRST_STEP_S = 1.0
+"""The longest that the first step after a loss is left alone."""
+
 
 def decide(view: View) -> Decision:
     """The leader's next action. See the module docstring."""
@@ -144,8 +147,18 @@ def _steady(view: View, committed: Generation) -> Decision:
     if is_reached and not is_starting(view, committed):
         done = met(view, committed, f"the job runs as {committed.config}")
         return Write(replace(view.current, pending_scale=0), reply=done)
+    if (seconds := _first_step_due_s(view, committed)) > 0:
+        return Wait(seconds)
     decision = _adjust(view, committed, view.current, None)
     return foresee(view, committed, decision) if isinstance(decision, Wait) else decision
+
+
+def _first_step_due_s(view: View, committed: Generation) -> float:
+    """For how long nothing is begun beside the first step after a loss, which everybody waits for: new processes, and
+    questions about layouts, would take CPU from it."""
+    if not committed.lost or not view.current.unreported or view.leaving:
+        return 0.0
+    return _FIRST_STEP_S - view.phase_s
 
 
 def _hold(view: View, committed: Generation) -> Decision | None:

@@ -71,6 +71,19 @@ def test_the_job_grows_back_by_a_planned_change() -> None:
     cluster.assert_consistent()
 
 
+def test_nothing_is_begun_beside_the_first_step_after_a_loss_until_a_second_has_passed() -> None:
+    cluster = four()
+    kill(cluster, "b", 1)
+    cluster.is_quiet, cluster.has_first_step = True, False
+    cluster.run()
+    assert cluster.committed.lost
+    assert cluster.committed.config.num_ranks < 4
+    assert decide(cluster.view()) == Wait(1.0)
+    cluster.phase_s = 1.0
+    cluster.run()
+    assert cluster.committed.config.num_ranks == 4
+
+
 def test_a_warm_spare_takes_the_place_of_a_killed_worker_at_once() -> None:
     cluster = four(replace(STAGES, max_nodes=3))
     cluster.join("c")
