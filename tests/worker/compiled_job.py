@@ -66,6 +66,7 @@ def main(log: Path, num_steps: int, pause_s: float, fault: dict[str, Any]) -> No
     from torch._dynamo.utils import counters
 
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = fault.get("recompile_limit", 8)
     FAULT.update(fault)
     with etc.session(build, global_batch=12, timeout_s=600.0, switch_timeout_s=600.0) as session:
         data = Samples()

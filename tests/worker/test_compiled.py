@@ -48,7 +48,7 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("fault", "configs", "keeps_graphs"),
     [
         ({}, ("DP1", "DP2", "DP1"), True),
-        ({"in_place": True}, ("DP1", "DP2", "DP1"), True),
+        pytest.param({"in_place": True}, ("DP1", "DP2", "DP1"), True, marks=pytest.mark.long),
         ({"kind": "tp"}, ("TP2", "TP2DP2", "TP2"), False),
         ({"kind": "fsdp"}, ("DP2", "DP3", "DP2"), False),
     ], ids=["whole", "in place", "tensor parallel", "fully sharded"],
@@ -76,6 +76,22 @@ def test_compiled_models_train_on_over_changes(
     assert graphs[0] > 0
     if keeps_graphs:
         assert graphs == [graphs[0]] * 3, "a survivor's graphs serve the next generation's model"
+
+
+def test_graphs_of_earlier_generations_do_not_use_up_the_limit_of_recompilations(tmp_path: Path) -> None:
+    fault = {"backend": "aot_eager", "kind": "tp", "recompile_limit": 2}
+    with MiniAgent(tmp_path, job="compiled_job", verify=False, pause_s=0.01, fault=fault) as agent:
+        agent.start("TP2")
+        num_changes = 3
+        for change in range(num_changes):
+            see_steps(agent, change + 1, 0, 1)
+            agent.change("TP2")
+        see_steps(agent, num_changes + 1, 0, 1)
+        agent.last_step_in(10)
+        agent.finish()
+        graphs = [lines(agent, generation, 0)[-1]["graphs"] for generation in range(1, num_changes + 2)]
+        assert "recompile_limit" not in agent.logs()
+    assert len(set(graphs)) == num_changes + 1, f"each generation is compiled: {graphs}"
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from etc_agent.control.channel import Channel
 from etc_agent.control.messages import Closed, FirstStep, Position, Progress, Raised, Refused, Switched
 from etc_agent.errors import ConfigRefusedError, EtcError, one_line
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.torch_private.compiler import allow_recompilations
 from etc_agent.worker.activation import run_activate, settle
 from etc_agent.worker.change.conversation import Conversation
 from etc_agent.worker.change.errors import SwitchError
@@ -356,6 +357,7 @@ class Elastic:
     def _activate(self, live: LiveGeneration, outcome: Switch) -> Exception | None:
         """The error by which it ends, where that may be the consequence of a loss: the next generation activates its
         own model."""
+        allow_recompilations()
         if live.state.activate is None:
             return None
         try:
