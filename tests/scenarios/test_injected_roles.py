@@ -98,7 +98,8 @@ def test_a_death_in_a_release_switch_costs_nothing_but_a_step_where_nothing_was_
         return
     # All have entered the next generation, and left it before its first step: the replay does not see it, and with it
     # the random streams that began there.
-    check_account(run.lines(), run.dead, run.end(), 1)
+    last = run.end()
+    check_account(run.lines(), run.dead, last, 1)
 
 
 def test_a_worker_that_exits_with_code_0_in_a_step_is_lost_like_any_other(tmp_path: Path, cleanup: Cleanup) -> None:
