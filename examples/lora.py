@@ -112,7 +112,8 @@ def main() -> None:
                 model.train()
                 ids = batch.to(device)
                 with torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
-                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                    logits = model(input_ids=ids, use_cache=False).logits
+                loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
                 loss.backward()
                 step.commit()
                 mean = loss.detach().clone()

@@ -131,7 +131,9 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         is_first, is_last = self.stage.is_first, self.stage.is_last
         self.schedule.step(*[tokens] * is_first, target=targets if is_last else None, losses=losses)
-        loss = torch.stack(losses).mean().detach() if is_last else torch.zeros((), device=self.device)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        if is_last:
+            loss += torch.stack(losses).mean().detach()
         dist.all_reduce(loss)
         return loss / self.mesh["dp"].size() / self.mesh["tp"].size()
 
