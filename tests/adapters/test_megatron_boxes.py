@@ -40,14 +40,14 @@ def layout_of() -> Callable[..., Layout]:
 
     def layout(config: str, *, distributed: bool, bf16: bool) -> Layout:
         args = argparse.Namespace(
-            layers=4, dropout=0.0, bf16=bf16, untied=False, lr=1e-3, batch=16, steps=100, seed=1,
+            layers=4, dropout=0.0, bf16=bf16, untied=False, lr=1e-3, batch=48, steps=100, seed=1,
             distributed_optimizer=distributed,
         )
         adapter, parsed = Megatron(lambda parallel: script.build(args)), ParallelConfig.parse(config)
         manifests = []
         for rank in range(parsed.num_ranks):
             with closing(build_fake(rank, parsed, CPU)) as world:
-                held = adapter.shards(build_state(adapter, world, CPU, 1, GlobalBatch(16)))
+                held = adapter.shards(build_state(adapter, world, CPU, 1, GlobalBatch(48)))
                 assert {tensor.device.type for tensor in held.values() if tensor.dim()} == {"meta"}
                 manifests.append(tuple(held))
         return tuple(manifests)
