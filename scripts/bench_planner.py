@@ -16,13 +16,13 @@ import click
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology, node_numbers
-from etc_agent.planner.classes import Side
-from etc_agent.planner.effect import by_worker
-from etc_agent.planner.instructions import Instructor
-from etc_agent.planner.migration import ROUND_BYTES, ROUND_TRANSFERS
-from etc_agent.planner.model_atoms import model_atoms
 from etc_agent.planner.paper import paper_sketch
-from etc_agent.planner.placement import Sketch, place_atoms
+from etc_agent.planner.placing.model_atoms import model_atoms
+from etc_agent.planner.placing.placement import Sketch, place_atoms
+from etc_agent.planner.transfers.classes import Side
+from etc_agent.planner.transfers.effect import by_worker
+from etc_agent.planner.transfers.instructions import Instructor
+from etc_agent.planner.transfers.migration import ROUND_BYTES, ROUND_TRANSFERS
 from etc_agent.simulator.random_cases import compare_with_brute_force
 from etc_agent.state.model import ModelDescription
 from etc_agent.state.sharding import Sharding

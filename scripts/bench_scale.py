@@ -37,9 +37,9 @@ from etc_agent.migration.transport.wire import Wire
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.planner.classes import Side, encode_class
-from etc_agent.planner.instructions import Instructor
-from etc_agent.planner.migration import ROUND_BYTES, ROUND_TRANSFERS, make_plan
+from etc_agent.planner.transfers.classes import Side, encode_class
+from etc_agent.planner.transfers.instructions import Instructor
+from etc_agent.planner.transfers.migration import ROUND_BYTES, ROUND_TRANSFERS, make_plan
 from etc_agent.state.layout import Manifest
 from etc_agent.state.model import ModelDescription
 from etc_agent.state.sharding import Sharding

@@ -34,7 +34,7 @@ from chaos.faults import FAULTS, Fault, Injected, Nature, draw
 from chaos.lineage import Excuses, examine
 
 from etc_agent.control.causes import ErrorKind
-from etc_agent.reconfig.records import Outcome, Result
+from etc_agent.reconfig.known.records import Outcome, Result
 from etc_agent.rendezvous.etcd.errors import EtcdError
 from tests.scenarios.network import Network
 

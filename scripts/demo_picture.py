@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from etc_agent.reconfig.records import History
+from etc_agent.reconfig.known.records import History
 
 
 def draw_loss(

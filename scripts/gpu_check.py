@@ -27,7 +27,7 @@ from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.transport.wire import Wire
-from etc_agent.planner.migration import make_plan
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import LogicalTensor, Manifest, Shard
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Slot, Topology
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.placement import place
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.placing.placement import place
+from etc_agent.planner.transfers.migration import make_plan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Manifest, Shard
 

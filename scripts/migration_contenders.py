@@ -35,7 +35,7 @@ from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import plan_release
 from etc_agent.migration.report import MigrationReport
 from etc_agent.migration.schedule import schedule_for
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.layout import Manifest, Shard
 
 _TIMEOUT_S = 300.0

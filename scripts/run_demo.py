@@ -29,12 +29,12 @@ from demo_picture import draw_loss
 from rich.console import Console
 
 from etc_agent.errors import EtcError
-from etc_agent.reconfig.records import History, Result
+from etc_agent.reconfig.known.records import History, Result
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror, Snapshot
-from launcher.ctl.jobs import job_of, reply_of
-from launcher.ctl.tables import console, history_table
+from launcher.ctl.job.jobs import job_of, reply_of
+from launcher.ctl.show.tables import console, history_table
 
 ROOT = Path(__file__).parent.parent
 CHANGES = ("PP2TP2DP1", "PP1TP2DP2", "PP2TP1DP1", "PP1TP1DP4")

@@ -8,11 +8,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from etc_agent.reconfig import member, parts
-from etc_agent.reconfig.freezing import frozen_here
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Ack
-from etc_agent.reconfig.worker_view import WorkerView
+from etc_agent.reconfig import member
+from etc_agent.reconfig.known import parts
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import Ack
+from etc_agent.reconfig.known.worker_view import WorkerView
+from etc_agent.reconfig.loss.freezing import frozen_here
 from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.etcd.errors import EtcdError

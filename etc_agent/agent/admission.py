@@ -19,7 +19,7 @@ from etc_agent.agent.settings import JobSettings
 from etc_agent.errors import EtcError
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.fencing import Fencing
-from etc_agent.reconfig.records import Ack, Current, Outcome
+from etc_agent.reconfig.known.records import Ack, Current, Outcome
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.etcd.errors import AmbiguousError
 from etc_agent.rendezvous.etcd.values import Compare, Delete, DeletePrefix, KeyValue, Put

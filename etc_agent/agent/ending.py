@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from etc_agent.agent.settings import Timeouts
-from etc_agent.reconfig.records import Current, Outcome
+from etc_agent.reconfig.known.records import Current, Outcome
 
 
 class Ending(StrEnum):

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.account import Account
-from etc_agent.reconfig.controls import Cordon, Order, parse_cordon, parse_order, parse_pause
-from etc_agent.reconfig.goodput import Goodput
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Ack, Current, History, NodeRecord, Reply, Request, Testimony
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import Ack, Current, History, NodeRecord, Reply, Request, Testimony
+from etc_agent.reconfig.past.account import Account
+from etc_agent.reconfig.past.goodput import Goodput
+from etc_agent.reconfig.sizes.controls import Cordon, Order, parse_cordon, parse_order, parse_pause
 from etc_agent.rendezvous.etcd.values import KeyValue
 from etc_agent.rendezvous.keys import JobKeys
 

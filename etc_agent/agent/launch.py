@@ -48,7 +48,7 @@ from etc_agent.control.checkpoint_settings import newest_step
 from etc_agent.errors import EtcError
 from etc_agent.places import socket_folder
 from etc_agent.reconfig.fencing import Fencing
-from etc_agent.reconfig.records import NodeRecord
+from etc_agent.reconfig.known.records import NodeRecord
 from etc_agent.rendezvous.addresses import LOOPBACK, node_name, reachable_address
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.etcd.errors import EtcdUnavailable, NameTakenError

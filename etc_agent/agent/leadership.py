@@ -17,18 +17,18 @@ from etc_agent.errors import one_line
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.planner.errors import PlanError
-from etc_agent.reconfig.account import Account
 from etc_agent.reconfig.fencing import Fencing
-from etc_agent.reconfig.goodput import Goodput
+from etc_agent.reconfig.known.observing import JobRecords, Observer
+from etc_agent.reconfig.known.parts import indices
+from etc_agent.reconfig.known.records import Current, Outcome, Phase, Result
+from etc_agent.reconfig.known.view import Describe, Foresee, Policy, View, Wait, Write
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.observing import JobRecords, Observer
-from etc_agent.reconfig.outlook import Outlook
-from etc_agent.reconfig.parts import indices
-from etc_agent.reconfig.preview import preview
-from etc_agent.reconfig.records import Current, Outcome, Phase, Result
-from etc_agent.reconfig.survival import by_grid
-from etc_agent.reconfig.tidy import Outdated, outdated
-from etc_agent.reconfig.view import Describe, Foresee, Policy, View, Wait, Write
+from etc_agent.reconfig.loss.outlook import Outlook
+from etc_agent.reconfig.loss.survival import by_grid
+from etc_agent.reconfig.past.account import Account
+from etc_agent.reconfig.past.goodput import Goodput
+from etc_agent.reconfig.past.tidy import Outdated, outdated
+from etc_agent.reconfig.sizes.preview import preview
 from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.election import Election, Mandate
 from etc_agent.rendezvous.etcd.client import EtcdClient

@@ -36,13 +36,14 @@ from etc_agent.agent.telemetry.local import node_facts
 from etc_agent.agent.telemetry.telemetry import Telemetry
 from etc_agent.control.channel import SPARE_GENERATION, Channel
 from etc_agent.control.messages import Hello, Message, Progress
-from etc_agent.reconfig import member, parts
+from etc_agent.reconfig import member
 from etc_agent.reconfig.fencing import Fencing
-from etc_agent.reconfig.losses import suspense
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import NodeRecord, NodeState, Outcome
-from etc_agent.reconfig.surroundings import Surroundings
-from etc_agent.reconfig.view import View, is_used, store_of, uncleared
+from etc_agent.reconfig.known import parts
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import NodeRecord, NodeState, Outcome
+from etc_agent.reconfig.known.surroundings import Surroundings
+from etc_agent.reconfig.known.view import View, is_used, store_of, uncleared
+from etc_agent.reconfig.loss.losses import suspense
 from etc_agent.rendezvous.election import Election
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.etcd.errors import EtcdError

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from etc_agent.reconfig.records import NodeRecord
+from etc_agent.reconfig.known.records import NodeRecord
 from etc_agent.rendezvous.attempts import Attempts
 from etc_agent.rendezvous.etcd.errors import EtcdError
 from etc_agent.rendezvous.membership import Membership

@@ -9,7 +9,7 @@ import torch
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.bits import dtype_name
 from etc_agent.migration.memory.spans import is_backed
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Shard
 

@@ -36,7 +36,7 @@ from etc_agent.migration.transport.neighbours import Neighbours
 from etc_agent.migration.transport.peers import Peers
 from etc_agent.migration.transport.staging import Staging
 from etc_agent.migration.transport.wire import Operation, Wire, Work
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 
 
 class Party:

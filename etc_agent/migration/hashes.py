@@ -13,7 +13,7 @@ from etc_agent.migration.check import describe
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.bits import as_bits
 from etc_agent.migration.transport.wire import Wire, Work
-from etc_agent.planner.plan import Transfer
+from etc_agent.planner.transfers.plan import Transfer
 
 _TAG = (1 << 30) - 1
 _HASH_BYTES = 8

@@ -24,7 +24,7 @@ from etc_agent.migration.schedule import Message
 from etc_agent.migration.transport.neighbours import find_neighbours
 from etc_agent.migration.transport.places import tell_places
 from etc_agent.migration.transport.staging import Staging
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 
 

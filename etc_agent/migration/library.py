@@ -20,7 +20,7 @@ from etc_agent.migration.protocol import Migration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.transport.alike import gather_alike
 from etc_agent.migration.transport.wire import Wire
-from etc_agent.planner.classes import encode_class
+from etc_agent.planner.transfers.classes import encode_class
 from etc_agent.state.layout import Manifest, Shard
 from etc_agent.torch_private.backends import backend_of
 

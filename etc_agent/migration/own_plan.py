@@ -1,6 +1,6 @@
 """From the manifests of all workers, by class, to this worker's part of the plan, agreed with the others.
 
-No worker makes the plan of all: each derives its own part by rule (`etc_agent.planner.instructions`). Three numbers are
+No worker makes the plan of all: each derives its own part by rule (`transfers.instructions`). Three numbers are
 agreed: in how many regions any worker takes part; in `release` mode also what the size of rounds depends on; and the
 bytes that move in all. A worker that cannot make its part tells the others why.
 """
@@ -22,11 +22,11 @@ from etc_agent.migration.release_plan import (
     round_sizes,
 )
 from etc_agent.migration.transport.wire import Wire
-from etc_agent.planner.classes import ManifestClass, Side
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.instructions import Instructor
-from etc_agent.planner.migration import ROUND_BYTES, ROUND_TRANSFERS
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.classes import ManifestClass, Side
+from etc_agent.planner.transfers.instructions import Instructor
+from etc_agent.planner.transfers.migration import ROUND_BYTES, ROUND_TRANSFERS
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.layout import Manifest
 
 

@@ -20,7 +20,7 @@ from etc_agent.migration.protocol import Progress
 from etc_agent.migration.release_memory import ReleasingMemory
 from etc_agent.migration.report import MigrationReport
 from etc_agent.migration.transport.landing import Landing, share_landing
-from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
+from etc_agent.planner.transfers.plan import MigrationPlan, Refer, Transfer
 from etc_agent.state.algebra import subtract_all
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Shard

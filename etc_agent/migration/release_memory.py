@@ -14,7 +14,7 @@ from etc_agent.migration.schedule import WINDOW, Message
 from etc_agent.migration.transport.landing import Clearances, Landing
 from etc_agent.migration.transport.staging import Staging
 from etc_agent.migration.transport.wire import Work
-from etc_agent.planner.plan import Refer, Transfer
+from etc_agent.planner.transfers.plan import Refer, Transfer
 
 
 class ReleasingMemory:

@@ -13,8 +13,8 @@ from etc_agent.migration.memory.lifetimes import default_budget_bytes, lifetimes
 from etc_agent.migration.schedule import WINDOW, Message, Schedule, aligned, schedule_for
 from etc_agent.migration.transport.landing import area_of
 from etc_agent.migration.transport.neighbours import pairs_of_hosts
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.migration import make_plan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Manifest
 

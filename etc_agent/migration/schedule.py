@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
+from etc_agent.planner.transfers.plan import MigrationPlan, Refer, Transfer
 
 DIRECT_BYTES = 128 << 10
 """Below this, a copy into a shared buffer costs less than a message of its own (about 60 us with gloo)."""

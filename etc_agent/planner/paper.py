@@ -18,10 +18,10 @@ from scipy.optimize import linear_sum_assignment
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Placement, Slot, Topology
-from etc_agent.planner.atoms import AtomTable
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.loads import Fabric, ports_of
-from etc_agent.planner.placement import Sketch
+from etc_agent.planner.placing.atoms import AtomTable
+from etc_agent.planner.placing.loads import Fabric, ports_of
+from etc_agent.planner.placing.placement import Sketch
 
 
 def axis_cost(num_units: int, num_previous: int, num_current: int) -> NDArray[np.int64]:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from etc_agent.parallel.generation import Generation, Trigger
-from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, first_cause
-from etc_agent.reconfig.view import Policy, View, Wait
+from etc_agent.reconfig.known.records import Ack, Current, Failure, FailureKind, first_cause
+from etc_agent.reconfig.known.view import Policy, View, Wait
 
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
 """What may differ between two failures of the same kind: pids, ports, addresses, times."""

@@ -8,12 +8,12 @@ from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.failures import described, names, without
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, carry_out, end, lost_or_failed
-from etc_agent.reconfig.given_up import announced, with_refusal
+from etc_agent.reconfig.known.records import Ack, Outcome, Phase, Refusal, first_cause, first_refusal
+from etc_agent.reconfig.known.view import Decision, View, Wait, Write
+from etc_agent.reconfig.loss.recovery import freeze_all, handle
 from etc_agent.reconfig.proposals import commit, with_stop_time, withdraw
-from etc_agent.reconfig.records import Ack, Outcome, Phase, Refusal, first_cause, first_refusal
-from etc_agent.reconfig.recovery import freeze_all, handle
-from etc_agent.reconfig.requests import answer_meanwhile
-from etc_agent.reconfig.view import Decision, View, Wait, Write
+from etc_agent.reconfig.sizes.given_up import announced, with_refusal
+from etc_agent.reconfig.sizes.requests import answer_meanwhile
 
 _BY_THEMSELVES_S = 30.0
 """Seconds that the old workers have, after a worker that joins has died in an armed change, to find out by themselves

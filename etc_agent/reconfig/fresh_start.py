@@ -8,12 +8,12 @@ from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Placement, Slot, in_groups
 from etc_agent.planner.choose import NoConfigError
 from etc_agent.reconfig.failures import EndJob, FreshStart, Verdict, below_min, judge, names
-from etc_agent.reconfig.given_up import only_of_the_model
-from etc_agent.reconfig.offences import charged
-from etc_agent.reconfig.records import Ack, History, Loss, Outcome, Phase, Reply, Result
-from etc_agent.reconfig.sizing import is_met, target
-from etc_agent.reconfig.view import Decision, View, Wait, Write, is_used, store_of
-from etc_agent.reconfig.wanted import parse_wanted
+from etc_agent.reconfig.known.records import Ack, History, Loss, Outcome, Phase, Reply, Result
+from etc_agent.reconfig.known.view import Decision, View, Wait, Write, is_used, store_of
+from etc_agent.reconfig.loss.offences import charged
+from etc_agent.reconfig.sizes.given_up import only_of_the_model
+from etc_agent.reconfig.sizes.sizing import is_met, target
+from etc_agent.reconfig.sizes.wanted import parse_wanted
 
 SIGTERM_EXIT_CODE = 143
 

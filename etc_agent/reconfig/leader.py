@@ -17,18 +17,19 @@ from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Placement
 from etc_agent.planner.choose import NoConfigError
-from etc_agent.planner.placement import place
+from etc_agent.planner.placing.placement import place
 from etc_agent.reconfig.failures import names
 from etc_agent.reconfig.following import follow
-from etc_agent.reconfig.foresight import foresee
 from etc_agent.reconfig.fresh_start import SIGTERM_EXIT_CODE, end, roles_of, start_fresh, store_on
-from etc_agent.reconfig.given_up import only_of_the_model, retry_in_s, with_refusal
-from etc_agent.reconfig.losses import with_those_that_left
+from etc_agent.reconfig.known.records import Current, Outcome, Phase, Refusal, Reply, Request, Result, first_refusal
+from etc_agent.reconfig.known.view import Decision, Describe, View, Wait, Write
+from etc_agent.reconfig.loss.foresight import foresee
+from etc_agent.reconfig.loss.losses import with_those_that_left
+from etc_agent.reconfig.loss.recovery import handle, recover
 from etc_agent.reconfig.proposals import with_stop_time
-from etc_agent.reconfig.records import Current, Outcome, Phase, Refusal, Reply, Request, Result, first_refusal
-from etc_agent.reconfig.recovery import handle, recover
-from etc_agent.reconfig.requests import answer_meanwhile, is_starting, met, reply_to, take_up
-from etc_agent.reconfig.sizing import (
+from etc_agent.reconfig.sizes.given_up import only_of_the_model, retry_in_s, with_refusal
+from etc_agent.reconfig.sizes.requests import answer_meanwhile, is_starting, met, reply_to, take_up
+from etc_agent.reconfig.sizes.sizing import (
     NotDescribed,
     PutOffError,
     check,
@@ -38,8 +39,7 @@ from etc_agent.reconfig.sizing import (
     meeting,
     target,
 )
-from etc_agent.reconfig.view import Decision, Describe, View, Wait, Write
-from etc_agent.reconfig.wanted import parse_wanted
+from etc_agent.reconfig.sizes.wanted import parse_wanted
 
 _FIRST_STEP_S = 1.0
 """The longest that the first step after a loss is left alone."""

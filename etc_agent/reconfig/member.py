@@ -20,9 +20,8 @@ from etc_agent.control.messages import (
     Withdrawn,
 )
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.freezing import about_loss, lost_here
-from etc_agent.reconfig.parts import base_of, committed_line, indices, participants, stayers
-from etc_agent.reconfig.records import (
+from etc_agent.reconfig.known.parts import base_of, committed_line, indices, participants, stayers
+from etc_agent.reconfig.known.records import (
     Ack,
     Current,
     Failure,
@@ -34,7 +33,8 @@ from etc_agent.reconfig.records import (
     first_refusal,
     slowest,
 )
-from etc_agent.reconfig.worker_view import WorkerView
+from etc_agent.reconfig.known.worker_view import WorkerView
+from etc_agent.reconfig.loss.freezing import about_loss, lost_here
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.given_up import forgetting
-from etc_agent.reconfig.records import Ack, History, Phase, Reply, Result, slowest
-from etc_agent.reconfig.requests import met
-from etc_agent.reconfig.sizing import is_met
-from etc_agent.reconfig.view import View, Write
-from etc_agent.reconfig.wanted import parse_wanted
+from etc_agent.reconfig.known.records import Ack, History, Phase, Reply, Result, slowest
+from etc_agent.reconfig.known.view import View, Write
+from etc_agent.reconfig.sizes.given_up import forgetting
+from etc_agent.reconfig.sizes.requests import met
+from etc_agent.reconfig.sizes.sizing import is_met
+from etc_agent.reconfig.sizes.wanted import parse_wanted
 
 
 def withdraw(view: View, proposed: Generation, why: str) -> Write:

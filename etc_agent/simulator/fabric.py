@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from etc_agent.parallel.topology import Slot, Topology
-from etc_agent.planner.loads import ports_of
-from etc_agent.planner.plan import MigrationPlan, Transfer
+from etc_agent.planner.placing.loads import ports_of
+from etc_agent.planner.transfers.plan import MigrationPlan, Transfer
 
 
 class DeadlockError(RuntimeError):

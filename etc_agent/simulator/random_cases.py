@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etc_agent.parallel.topology import Node, Placement, Slot, Topology
-from etc_agent.planner.placement import place
+from etc_agent.planner.placing.placement import place
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Manifest, Shard
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from etc_agent.parallel.topology import Placement, Topology
-from etc_agent.planner.model_atoms import model_atoms
-from etc_agent.planner.placement import place_atoms
+from etc_agent.planner.placing.model_atoms import model_atoms
+from etc_agent.planner.placing.placement import place_atoms
 from etc_agent.state.sharding import Sharding
 
 

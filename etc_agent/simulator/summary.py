@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etc_agent.parallel.topology import Placement, Slot, Topology, node_numbers
-from etc_agent.planner.effect import buffer_bytes, by_worker, num_transfers, traffic_of
-from etc_agent.planner.memory import peak_bytes
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.model_atoms import model_atoms
 from etc_agent.planner.paper import paper_sketch
-from etc_agent.planner.placement import Least, Sketch, place_atoms
+from etc_agent.planner.placing.model_atoms import model_atoms
+from etc_agent.planner.placing.placement import Least, Sketch, place_atoms
+from etc_agent.planner.transfers.effect import buffer_bytes, by_worker, num_transfers, traffic_of
+from etc_agent.planner.transfers.memory import peak_bytes
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.state.sharding import Sharding
 
 Policy = Literal["etc", "paper"]

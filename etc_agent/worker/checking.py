@@ -21,7 +21,7 @@ from etc_agent.errors import ConfigRefusedError, EtcError, named, one_line
 from etc_agent.integrations.train_state import TrainState, init_steps
 from etc_agent.integrations.weights import check_weights, fill_lost, has_lost_buffers, takes_weights
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.planner.coverage import find_coverage
+from etc_agent.planner.transfers.coverage import find_coverage
 from etc_agent.state.layout import Manifest
 from etc_agent.torch_private.imports import import_compiler
 from etc_agent.worker.change.state.amending import check_carried

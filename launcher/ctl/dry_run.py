@@ -9,10 +9,10 @@ from statistics import median
 from rich.console import Group, RenderableType
 from rich.markup import escape
 
-from etc_agent.reconfig.preview import PlanPreview, Preview
-from etc_agent.reconfig.records import History
-from launcher.ctl.screens import numbers
-from launcher.ctl.tables import plain_table, size
+from etc_agent.reconfig.known.records import History
+from etc_agent.reconfig.sizes.preview import PlanPreview, Preview
+from launcher.ctl.show.screens import numbers
+from launcher.ctl.show.tables import plain_table, size
 
 
 @dataclass(frozen=True, slots=True)

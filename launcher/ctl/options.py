@@ -14,12 +14,12 @@ from click.core import ParameterSource
 from etc_agent.agent.etcd import connect
 from etc_agent.agent.settings import EtcdSettings
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.reconfig.wanted import parse_wanted
+from etc_agent.reconfig.sizes.wanted import parse_wanted
 from etc_agent.rendezvous.keys import DEFAULT_PREFIX
 from launcher.ctl.contexts import NO_CONTEXT, Context, read_contexts
 from launcher.ctl.exits import CtlError, Exit
-from launcher.ctl.finding import find_job
-from launcher.ctl.output import Output
+from launcher.ctl.job.finding import find_job
+from launcher.ctl.show.output import Output
 from launcher.etcd_options import check_readable, parse_endpoints, read_password
 
 ANSWER_S = 15.0

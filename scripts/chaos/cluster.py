@@ -12,7 +12,7 @@ from pathlib import Path
 
 from chaos.lineage import Account
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.records import Current, History, NodeRecord, Reply
+from etc_agent.reconfig.known.records import Current, History, NodeRecord, Reply
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.private.listen import OnPort

@@ -18,7 +18,7 @@ import yaml
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.records import Current, History, NodeRecord
+from etc_agent.reconfig.known.records import Current, History, NodeRecord
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror

@@ -16,7 +16,7 @@ from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.records import Ack, Current, Outcome
+from etc_agent.reconfig.known.records import Ack, Current, Outcome
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 

@@ -9,7 +9,7 @@ import pytest
 
 from etc_agent.agent.ending import End, Ending, Facts, end_of
 from etc_agent.agent.settings import Timeouts
-from etc_agent.reconfig.records import Current, Outcome
+from etc_agent.reconfig.known.records import Current, Outcome
 
 TIMEOUTS = Timeouts(end_s=30.0, join_s=900.0)
 TRAINING = Facts(Current(committed=1), is_member=True)

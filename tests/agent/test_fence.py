@@ -19,7 +19,7 @@ from etc_agent.agent.safety.fence import Fence
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.reconfig.fencing import Fencing
-from etc_agent.reconfig.surroundings import Surroundings
+from etc_agent.reconfig.known.surroundings import Surroundings
 
 FENCING = Fencing(3.0)
 NOWHERE = {"c": "127.0.0.1:9"}
@@ -30,7 +30,7 @@ from etc_agent.agent.safety.fence import Fence
 from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.reconfig.fencing import Fencing
-from etc_agent.reconfig.surroundings import Surroundings
+from etc_agent.reconfig.known.surroundings import Surroundings
 
 class Etcd:
     lease_until = property(lambda self: time.monotonic() + 3.0)

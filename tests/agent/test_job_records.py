@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from etc_agent.agent.job_records import RecordReader
-from etc_agent.reconfig.controls import Cordon, Order
-from etc_agent.reconfig.observing import JobRecords
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.sizes.controls import Cordon, Order
 from etc_agent.rendezvous.etcd.values import KeyValue
 from etc_agent.rendezvous.keys import JobKeys
 

@@ -10,9 +10,9 @@ from etc_agent.control.messages import Describe, Described
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Current
-from etc_agent.reconfig.view import Policy, View
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import Current
+from etc_agent.reconfig.known.view import Policy, View
 
 DP1 = ParallelConfig()
 

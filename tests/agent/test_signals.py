@@ -27,7 +27,7 @@ from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.signals import catches, deliver, heeded, interrupting, keep_handlers
 from etc_agent.control.channel import Channel
 from etc_agent.control.messages import Hello, Signalled
-from etc_agent.reconfig.records import FailureKind
+from etc_agent.reconfig.known.records import FailureKind
 
 ROOT = Path(__file__).resolve().parents[2]
 TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -25,10 +25,8 @@ from etc_agent.errors import EtcError
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.controls import Cordon, Order
-from etc_agent.reconfig.goodput import Goodput
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import (
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import (
     Current,
     History,
     Loss,
@@ -40,6 +38,8 @@ from etc_agent.reconfig.records import (
     Request,
     Result,
 )
+from etc_agent.reconfig.past.goodput import Goodput
+from etc_agent.reconfig.sizes.controls import Cordon, Order
 from launcher.given import Given
 from launcher.options import parse_command_line
 from launcher.telemetry import telemetry as settings_of

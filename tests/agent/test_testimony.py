@@ -20,7 +20,7 @@ from etc_agent.agent.etcd import connect
 from etc_agent.agent.safety import testimony
 from etc_agent.agent.safety.testimony import Case
 from etc_agent.agent.settings import EtcdSettings
-from etc_agent.reconfig.records import NodeRecord
+from etc_agent.reconfig.known.records import NodeRecord
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.etcd.values import Event
 from etc_agent.rendezvous.keys import JobKeys

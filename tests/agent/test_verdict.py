@@ -17,7 +17,7 @@ from etc_agent.agent.settings import Timeouts
 from etc_agent.agent.telemetry.verdict import RUNNING, Verdict, begin, running, write
 from etc_agent.control.checkpoint_settings import newest_step
 from etc_agent.errors import EtcError
-from etc_agent.reconfig.records import Current, Outcome
+from etc_agent.reconfig.known.records import Current, Outcome
 from launcher.options import parse_command_line, typed_before_script
 from launcher.telemetry import verdict_file, verdict_of
 

@@ -9,7 +9,7 @@ import pytest
 from demo_picture import draw_loss
 from run_demo import DemoError, check_samples, median_step_ms, processes_by_generation
 
-from etc_agent.reconfig.records import History
+from etc_agent.reconfig.known.records import History
 
 
 def _trained(folder: Path, pid: int, generation: int, step: int, ids: list[int], pp: int = 0, tp: int = 0) -> None:

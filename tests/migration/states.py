@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from etc_agent.planner.plan import MigrationPlan, Refer, Transfer
+from etc_agent.planner.transfers.plan import MigrationPlan, Refer, Transfer
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Manifest, Shard
 

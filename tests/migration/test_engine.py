@@ -11,7 +11,7 @@ import torch.distributed as dist
 from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import SharedMemory
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import Manifest, Shard
 from tests.migration.processes import gloo, run_workers, values

@@ -21,7 +21,7 @@ from etc_agent.migration.protocol import Migration
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.report import MigrationReport, Span
 from etc_agent.migration.trace import write_trace
-from etc_agent.planner.migration import make_plan
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.state.layout import Manifest
 from tests.migration.processes import gloo, run_workers
 from tests.migration.states import grid, logical, same_bits, slice_of, zeros

@@ -12,8 +12,8 @@ from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.migration.protocol import Migration
 from etc_agent.migration.release import ReleasingMigration
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.migration import make_plan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.boxes import whole
 from etc_agent.state.layout import Manifest, Shard
 from tests.migration.processes import gloo, run_workers, values

@@ -20,10 +20,10 @@ from etc_agent.migration.schedule import schedule_for
 from etc_agent.migration.transport.alike import Alike, gather_alike
 from etc_agent.migration.transport.peers import Peers
 from etc_agent.migration.transport.wire import Wire
-from etc_agent.planner.classes import encode_class
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.classes import encode_class
+from etc_agent.planner.transfers.migration import make_plan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.boxes import whole
 from etc_agent.state.layout import Manifest, Shard
 from tests.migration.states import grid, logical

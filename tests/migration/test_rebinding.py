@@ -21,7 +21,7 @@ from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.shared import SharedMemory
 from etc_agent.migration.memory.spans import Spans
-from etc_agent.planner.migration import make_plan
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import Manifest, Shard
 from tests.migration.processes import gloo, run_workers

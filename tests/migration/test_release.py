@@ -19,7 +19,7 @@ from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.release_plan import expected_peaks_bytes, plan_release
 from etc_agent.migration.schedule import schedule_for
 from etc_agent.planner.errors import MissingSourceError
-from etc_agent.planner.migration import make_plan
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import Manifest, Shard
 from tests.migration.processes import gloo, run_workers, values

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from etc_agent.migration.memory.shared import SharedMemory, arena_layout
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.migration import make_plan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.boxes import whole
 from etc_agent.state.layout import Manifest, Shard
 from tests.migration.states import grid, logical

@@ -17,7 +17,7 @@ from etc_agent.migration.memory import bits
 from etc_agent.migration.progress import ProgressBar
 from etc_agent.migration.report import MemoryPoint, MigrationReport, Span
 from etc_agent.migration.trace import write_trace
-from etc_agent.planner.migration import make_plan
+from etc_agent.planner.transfers.migration import make_plan
 from tests.migration.processes import gloo, run_workers
 from tests.migration.states import slice_of, zeros
 from tests.migration.test_engine import two_halves

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from etc_agent.planner.bounds import receiving_bound
+from etc_agent.planner.placing.bounds import receiving_bound
 
 
 @given(st.data())

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from etc_agent.planner.classes import Side
 from etc_agent.planner.errors import MissingSourceError, PlanError
-from etc_agent.planner.instructions import Instructor
-from etc_agent.planner.migration import make_plan
+from etc_agent.planner.transfers.classes import Side
+from etc_agent.planner.transfers.instructions import Instructor
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import LogicalTensor, Manifest, Shard
 from etc_agent.state.sharding import Sharding, refusal

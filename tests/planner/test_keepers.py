@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etc_agent.planner.keepers import Survival, lost_bytes, peer_blocks, survival, with_copies
+from etc_agent.planner.copies.keepers import Survival, lost_bytes, peer_blocks, survival, with_copies
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
 

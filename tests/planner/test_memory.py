@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.memory import peak_bytes
-from etc_agent.planner.migration import make_plan
+from etc_agent.planner.transfers.memory import peak_bytes
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.simulator.random_cases import layered
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etc_agent.planner.errors import MissingSourceError, PlanError
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.migration import make_plan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import LogicalTensor, Manifest, Shard
 

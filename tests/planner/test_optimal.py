@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etc_agent.planner.placement import place
+from etc_agent.planner.placing.placement import place
 from etc_agent.simulator.random_cases import RandomCase, compare_with_brute_force
 
 

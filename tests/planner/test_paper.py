@@ -7,9 +7,9 @@ import pytest
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Slot, Topology
-from etc_agent.planner.model_atoms import model_atoms
 from etc_agent.planner.paper import axis_cost, exact_merge, paper_sketch, printed_merge, solve_sketch
-from etc_agent.planner.placement import place, place_atoms
+from etc_agent.planner.placing.model_atoms import model_atoms
+from etc_agent.planner.placing.placement import place, place_atoms
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Shard
 from etc_agent.state.model import ModelDescription

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_keepers import cut_over, elements, jobs, losses
 
-from etc_agent.planner.keepers import (
+from etc_agent.planner.copies.keepers import (
     Block,
     Piece,
     Survival,
@@ -20,7 +20,7 @@ from etc_agent.planner.keepers import (
     survival_with,
     with_rebuilt,
 )
-from etc_agent.planner.parity import MOST_MEMBERS, cut_evenly, parity_blocks, parity_groups
+from etc_agent.planner.copies.parity import MOST_MEMBERS, cut_evenly, parity_blocks, parity_groups
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import LogicalTensor, Shard
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from etc_agent.parallel.topology import Node, Slot, Topology
-from etc_agent.planner.atoms import atoms_of
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.placement import place
+from etc_agent.planner.placing.atoms import atoms_of
+from etc_agent.planner.placing.placement import place
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
 

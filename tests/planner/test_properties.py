@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology
-from etc_agent.planner.atoms import atoms_of
 from etc_agent.planner.errors import MissingSourceError, PlanError
-from etc_agent.planner.memory import peak_bytes
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.model_atoms import model_atoms
-from etc_agent.planner.placement import place, place_atoms  # noqa: F401 (used under other hash seeds)
+from etc_agent.planner.placing.atoms import atoms_of
+from etc_agent.planner.placing.model_atoms import model_atoms
+from etc_agent.planner.placing.placement import place, place_atoms  # noqa: F401 (used under other hash seeds)
+from etc_agent.planner.transfers.memory import peak_bytes
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.simulator.fabric import execute
 from etc_agent.state.model import ModelDescription, StateKind
 from etc_agent.state.sharding import Sharding, refusal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.known.view import Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 ONE_NODE = Policy(1, 1, num_slots=4, initial=ParallelConfig(pp=2))

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etc_agent.parallel.generation import Trigger
-from etc_agent.reconfig.account import BOUNDS_S, Account, Distribution
-from etc_agent.reconfig.goodput import Goodput
-from etc_agent.reconfig.records import History
+from etc_agent.reconfig.known.records import History
+from etc_agent.reconfig.past.account import BOUNDS_S, Account, Distribution
+from etc_agent.reconfig.past.goodput import Goodput
 
 RECORDS = st.builds(
     History,

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.controls import Cordon, Order, parse_cordon, parse_order, parse_pause
+from etc_agent.reconfig.known.records import Outcome, Result
+from etc_agent.reconfig.known.view import Policy, Write
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.records import Outcome, Result
-from etc_agent.reconfig.view import Policy, Write
+from etc_agent.reconfig.sizes.controls import Cordon, Order, parse_cordon, parse_order, parse_pause
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 

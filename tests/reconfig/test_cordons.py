@@ -7,9 +7,9 @@ from dataclasses import replace
 from jobs import started
 
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.controls import Cordon
-from etc_agent.reconfig.records import Current, Failure, FailureKind
-from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.known.records import Current, Failure, FailureKind
+from etc_agent.reconfig.known.view import Policy
+from etc_agent.reconfig.sizes.controls import Cordon
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 TWICE = Policy(1, 3, num_slots=2, max_restarts=100, alike_failures=0, max_per_window=2, window_s=600.0)

@@ -11,10 +11,10 @@ import pytest
 
 from etc_agent.control.messages import PeerLost
 from etc_agent.parallel.generation import Generation
+from etc_agent.reconfig.known.records import Ack, Current, Failure, FailureKind, NodeRecord, Outcome
+from etc_agent.reconfig.known.view import Policy, View, Wait
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, NodeRecord, Outcome
-from etc_agent.reconfig.replicas import unheld
-from etc_agent.reconfig.view import Policy, View, Wait
+from etc_agent.reconfig.loss.replicas import unheld
 from etc_agent.simulator.cluster.at_rest import Cluster
 from etc_agent.simulator.cluster.workers import layout_of
 

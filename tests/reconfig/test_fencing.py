@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from jobs import ELASTIC, started
 
 from etc_agent.reconfig.fencing import FOR_EVER, Contact, Evidence, Fencing, PeerStatus
-from etc_agent.reconfig.records import Failure, FailureKind, Result
-from etc_agent.reconfig.view import Policy, uncleared
+from etc_agent.reconfig.known.records import Failure, FailureKind, Result
+from etc_agent.reconfig.known.view import Policy, uncleared
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 LEASES = st.integers(4, 120).map(Fencing)

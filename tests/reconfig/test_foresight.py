@@ -8,10 +8,10 @@ from jobs import ELASTIC, started
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.known.observing import JobRecords, Observer
+from etc_agent.reconfig.known.records import Loss
+from etc_agent.reconfig.known.view import Foresee, Policy
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.observing import JobRecords, Observer
-from etc_agent.reconfig.records import Loss
-from etc_agent.reconfig.view import Foresee, Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 

@@ -10,9 +10,9 @@ from jobs import ELASTIC, one_node, started
 from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import Prepare, Refused
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.reconfig.known.records import Current, Failure, FailureKind, Outcome, Phase, Result
+from etc_agent.reconfig.known.view import Policy, Wait
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.records import Current, Failure, FailureKind, Outcome, Phase, Result
-from etc_agent.reconfig.view import Policy, Wait
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 KILLED = Failure("a/3", FailureKind.KILLED, 137, "pid 7 was killed by SIGKILL")

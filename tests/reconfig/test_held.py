@@ -8,8 +8,8 @@ from jobs import started
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Result
-from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.known.records import Failure, FailureKind, Outcome, Result
+from etc_agent.reconfig.known.view import Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 AT_LEAST_TWO = Policy(2, 3, num_slots=2, max_restarts=3)

@@ -8,9 +8,9 @@ from etc_agent.control.messages import Prepare
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.known.records import Current, Phase
+from etc_agent.reconfig.known.worker_view import WorkerView
 from etc_agent.reconfig.member import Expect, Start, Tell, owed
-from etc_agent.reconfig.records import Current, Phase
-from etc_agent.reconfig.worker_view import WorkerView
 
 SLOTS = (Slot("a", 0), Slot("a", 1))
 GENERATIONS = {

@@ -8,9 +8,9 @@ import pytest
 from jobs import ELASTIC, ONE_NODE, one_node, started
 
 from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.known.records import Outcome, Phase, Result
+from etc_agent.reconfig.known.view import Policy
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.records import Outcome, Phase, Result
-from etc_agent.reconfig.view import Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 

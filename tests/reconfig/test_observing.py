@@ -7,10 +7,10 @@ from dataclasses import replace
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.observing import JobRecords, Observer
-from etc_agent.reconfig.records import Ack, Current, Failure, FailureKind, NodeRecord, NodeState
-from etc_agent.reconfig.records import Testimony as Testified
-from etc_agent.reconfig.view import Policy, View
+from etc_agent.reconfig.known.observing import JobRecords, Observer
+from etc_agent.reconfig.known.records import Ack, Current, Failure, FailureKind, NodeRecord, NodeState
+from etc_agent.reconfig.known.records import Testimony as Testified
+from etc_agent.reconfig.known.view import Policy, View
 
 A, B = (NodeRecord(name, name, 1, 1, name) for name in "ab")
 GENERATION = Generation(1, ParallelConfig(), (Slot("a", 0),), "a:1", previous=0)

@@ -8,7 +8,7 @@ from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.outlook import Outlook
+from etc_agent.reconfig.loss.outlook import Outlook
 from etc_agent.simulator.random_cases import layered
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor, Shard

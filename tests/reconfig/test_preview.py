@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from etc_agent.reconfig.preview import Preview, preview
-from etc_agent.reconfig.records import Request
-from etc_agent.reconfig.view import Describe, Policy
+from etc_agent.reconfig.known.records import Request
+from etc_agent.reconfig.known.view import Describe, Policy
+from etc_agent.reconfig.sizes.preview import Preview, preview
 from etc_agent.simulator.cluster.at_rest import Cluster
 from etc_agent.simulator.cluster.workers import layout_of
 

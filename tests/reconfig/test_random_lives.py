@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
-from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.known.records import Failure, FailureKind, Outcome, Phase
+from etc_agent.reconfig.known.view import Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 NODES = ("a", "b", "c", "d")

@@ -13,12 +13,12 @@ from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation, Trigger
 from etc_agent.parallel.topology import Slot
+from etc_agent.reconfig.known.records import Failure, FailureKind, Outcome, Phase
+from etc_agent.reconfig.known.view import Policy, Wait
+from etc_agent.reconfig.known.worker_view import WorkerView
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.losses import suspense
+from etc_agent.reconfig.loss.losses import suspense
 from etc_agent.reconfig.member import summarise
-from etc_agent.reconfig.records import Failure, FailureKind, Outcome, Phase
-from etc_agent.reconfig.view import Policy, Wait
-from etc_agent.reconfig.worker_view import WorkerView
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 STAGES = Policy(1, 2, num_slots=2, initial=ParallelConfig(pp=2, dp=2))

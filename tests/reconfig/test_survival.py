@@ -7,7 +7,7 @@ import pytest
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.survival import Survival, by_grid
+from etc_agent.reconfig.loss.survival import Survival, by_grid
 
 
 def generation(config: str, *slots: str) -> Generation:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.parts import base_of
-from etc_agent.reconfig.records import Current
-from etc_agent.reconfig.tidy import KEPT, Outdated, outdated
+from etc_agent.reconfig.known.parts import base_of
+from etc_agent.reconfig.known.records import Current
+from etc_agent.reconfig.past.tidy import KEPT, Outdated, outdated
 
 
 def line(first: int, last: int) -> dict[int, Generation]:

@@ -11,8 +11,8 @@ from etc_agent.control.environment import generation_variables
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Node, Slot, Topology
-from etc_agent.reconfig.records import Outcome, Result
-from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.known.records import Outcome, Result
+from etc_agent.reconfig.known.view import Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 

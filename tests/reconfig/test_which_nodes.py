@@ -7,8 +7,8 @@ from dataclasses import replace
 from jobs import ELASTIC, started
 
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.reconfig.records import Result
-from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.known.records import Result
+from etc_agent.reconfig.known.view import Policy
 from etc_agent.simulator.cluster.at_rest import Cluster
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from etc_agent.reconfig.fencing import FOR_EVER, Evidence, Fencing, PeerStatus
-from etc_agent.reconfig.view import Policy
+from etc_agent.reconfig.known.view import Policy
 from etc_agent.simulator.cluster.agent import rule
 from etc_agent.simulator.cluster.workers import Model
 from etc_agent.simulator.cluster.world import ETCD, TrainedAtOnce, World

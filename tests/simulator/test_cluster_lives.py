@@ -11,8 +11,8 @@ from test_cluster_fencing import FENCING, OnceWorld, once, policy
 from etc_agent.control.causes import ErrorKind
 from etc_agent.control.redundancy import Redundancy, Scheme
 from etc_agent.parallel.config import ParallelConfig
+from etc_agent.reconfig.known.view import Decision, View
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.view import Decision, View
 from etc_agent.simulator.cluster.lives import PEACE_S, BrokenPromise, Life, check
 from etc_agent.simulator.cluster.workers import Model
 from etc_agent.simulator.cluster.world import TrainedAtOnce, World

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.memory import peak_bytes
-from etc_agent.planner.migration import make_plan
-from etc_agent.planner.plan import MigrationPlan, Transfer
+from etc_agent.planner.transfers.memory import peak_bytes
+from etc_agent.planner.transfers.migration import make_plan
+from etc_agent.planner.transfers.plan import MigrationPlan, Transfer
 from etc_agent.simulator.fabric import DeadlockError, execute, seconds
 from etc_agent.simulator.random_cases import layered
 from etc_agent.simulator.stages import one_hop_and_two_stage_bytes

@@ -18,7 +18,7 @@ import etc_agent as etc
 from etc_agent.adapters.native import Native
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.errors import PlanError
-from etc_agent.planner.migration import make_plan
+from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.state.layout import Layout
 from etc_agent.worker.data.division import GlobalBatch
 from etc_agent.worker.model import build_state

@@ -40,8 +40,8 @@ from etc_agent.control.messages import (
 )
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.records import Failure, first_cause
-from etc_agent.reconfig.worker_view import WorkerView
+from etc_agent.reconfig.known.records import Failure, first_cause
+from etc_agent.reconfig.known.worker_view import WorkerView
 
 logger = logging.getLogger(__name__)
 

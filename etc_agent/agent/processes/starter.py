@@ -23,7 +23,7 @@ from etc_agent.control.channel import SLOT_VARIABLE, SOCKET_VARIABLE
 from etc_agent.control.redundancy import REDUNDANCY_VARIABLE
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.records import NodeRecord
+from etc_agent.reconfig.known.records import NodeRecord
 
 _LOCAL_RANK = re.compile(r"\$\{?local_rank\b")
 

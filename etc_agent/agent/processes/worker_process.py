@@ -22,7 +22,7 @@ from etc_agent.agent.processes.torch_events import TorchEvents
 from etc_agent.control.causes import ErrorKind
 from etc_agent.control.messages import Raised
 from etc_agent.errors import shortened
-from etc_agent.reconfig.records import Failure, FailureKind
+from etc_agent.reconfig.known.records import Failure, FailureKind
 
 logger = logging.getLogger(__name__)
 

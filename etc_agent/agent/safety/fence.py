@@ -16,7 +16,7 @@ from etc_agent.agent.safety.guardian import Guardian
 from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.agent.safety.reach import Reach
 from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, PeerStatus
-from etc_agent.reconfig.surroundings import Surroundings
+from etc_agent.reconfig.known.surroundings import Surroundings
 from etc_agent.rendezvous.ports import ANY_PORT, PortRange
 
 _LONGEST_TICK_S = 0.25

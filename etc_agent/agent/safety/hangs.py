@@ -17,7 +17,7 @@ from pathlib import Path
 from etc_agent.agent.processes.local_workers import LocalWorker
 from etc_agent.control.channel import STACKS_SIGNAL
 from etc_agent.control.messages import Position, WhereAreYou
-from etc_agent.reconfig.records import Failure, FailureKind
+from etc_agent.reconfig.known.records import Failure, FailureKind
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Self
 from etc_agent.agent.safety.peer_status import Speaker
 from etc_agent.agent.safety.reach import Reach
 from etc_agent.reconfig.fencing import NEVER, Fencing, PeerStatus
-from etc_agent.reconfig.records import Ack
+from etc_agent.reconfig.known.records import Ack
 
 
 class Survivors:

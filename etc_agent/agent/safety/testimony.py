@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from etc_agent.agent.etcd import connect
 from etc_agent.agent.settings import EtcdSettings
-from etc_agent.reconfig.records import NodeRecord, Testimony
+from etc_agent.reconfig.known.records import NodeRecord, Testimony
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.etcd.errors import AmbiguousError, EtcdError
 from etc_agent.rendezvous.etcd.values import Compare, Delete, KeyValue, Op, Put

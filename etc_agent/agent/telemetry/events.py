@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import Any
 
 from etc_agent.agent.telemetry.facts import NodeFacts, WorkerFacts
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import NodeState, Outcome, Phase
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import NodeState, Outcome, Phase
 
 
 class EventKind(StrEnum):

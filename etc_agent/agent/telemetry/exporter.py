@@ -19,8 +19,8 @@ from prometheus_client.utils import floatToGoString
 from etc_agent.agent.telemetry.facts import NodeFacts
 from etc_agent.agent.telemetry.samples import Family, Kind, families, not_ready
 from etc_agent.errors import EtcError
-from etc_agent.reconfig.account import Distribution
-from etc_agent.reconfig.observing import JobRecords
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.past.account import Distribution
 
 HEALTHY_S = 60.0
 """Seconds that the agent's loop may take for one turn. Far longer than any wait of its own, since a supervisor that

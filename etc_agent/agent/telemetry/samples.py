@@ -13,9 +13,9 @@ from enum import StrEnum
 
 from etc_agent.agent.telemetry.facts import NodeFacts, WorkerState
 from etc_agent.parallel.generation import Trigger
-from etc_agent.reconfig.account import Account, Distribution
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Outcome
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import Outcome
+from etc_agent.reconfig.past.account import Account, Distribution
 
 OUTCOMES = ("committed", "withdrawn")
 

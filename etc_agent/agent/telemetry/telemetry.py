@@ -13,7 +13,7 @@ from etc_agent.agent.telemetry.events import Moment
 from etc_agent.agent.telemetry.exporter import Exporter
 from etc_agent.agent.telemetry.facts import NodeFacts
 from etc_agent.errors import one_line
-from etc_agent.reconfig.observing import JobRecords
+from etc_agent.reconfig.known.observing import JobRecords
 from etc_agent.version import version
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 
 from etc_agent.migration.memory.bits import as_bits, as_bytes, bits_at
 from etc_agent.migration.schedule import Message, Round, aligned
-from etc_agent.planner.plan import Refer, Transfer
+from etc_agent.planner.transfers.plan import Refer, Transfer
 from etc_agent.state.layout import Shard
 
 TensorOf = Callable[[Shard], torch.Tensor]

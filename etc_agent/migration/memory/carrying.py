@@ -15,7 +15,7 @@ import torch
 
 from etc_agent.migration.memory.contiguous import is_contiguous_in
 from etc_agent.migration.schedule import Schedule
-from etc_agent.planner.plan import Refer
+from etc_agent.planner.transfers.plan import Refer
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Shard
 

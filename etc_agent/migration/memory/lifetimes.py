@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from etc_agent.migration.schedule import Schedule
-from etc_agent.planner.plan import Refer
+from etc_agent.planner.transfers.plan import Refer
 from etc_agent.state.layout import Shard
 
 

@@ -19,7 +19,7 @@ from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.binding import same_memory
 from etc_agent.migration.memory.spans import Spans
 from etc_agent.migration.schedule import Schedule
-from etc_agent.planner.plan import Refer
+from etc_agent.planner.transfers.plan import Refer
 from etc_agent.state.layout import Shard
 from etc_agent.torch_private.tensors import number_of
 

@@ -25,7 +25,7 @@ from etc_agent.migration.memory.pages import prefault
 from etc_agent.migration.memory.parcels import Parcel, lay_out, tensor_at, tensors_of
 from etc_agent.migration.schedule import Message
 from etc_agent.migration.transport.places import Places
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 
 

@@ -21,7 +21,7 @@ from etc_agent.migration.memory.pages import Mapped, can_map, prefault, prefer_h
 from etc_agent.migration.memory.parcels import lay_out, tensors_of
 from etc_agent.migration.memory.recycling import PagePool
 from etc_agent.migration.report import MemoryPoint
-from etc_agent.planner.plan import Refer
+from etc_agent.planner.transfers.plan import Refer
 from etc_agent.state.layout import Shard
 from etc_agent.torch_private.tensors import storage_key
 

@@ -24,7 +24,7 @@ from etc_agent.migration.transport.bells import Bells, Rung
 from etc_agent.migration.transport.neighbours import Neighbours, find_neighbours, pairs_of_hosts
 from etc_agent.migration.transport.peers import Peers
 from etc_agent.migration.transport.places import Places, tell_places
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 
 _CLEARANCE_TAG = 1 << 24
 """Added to a message's tag to make the tag of its clearance; larger than any message tag."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from etc_agent.migration.memory.memory_file import MemoryFile, describe, host_of, map_described
 from etc_agent.migration.transport.bells import Bells
 from etc_agent.migration.transport.peers import Peers
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 
 Pair = tuple[int, int]
 """Source and target of transfers."""

@@ -12,7 +12,7 @@ from etc_agent.migration.errors import MigrationError
 from etc_agent.migration.memory.memory_file import DESCRIPTION_BYTES
 from etc_agent.migration.schedule import Message, Schedule
 from etc_agent.migration.transport.wire import Wire, Work, first_line
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 
 
 class Peers:

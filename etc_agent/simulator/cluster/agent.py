@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from etc_agent.parallel.config import ParallelConfig
-from etc_agent.reconfig import member, parts
+from etc_agent.reconfig import member
 from etc_agent.reconfig.fencing import FOR_EVER, NEVER, Contact, Evidence, Fencing, PeerStatus
-from etc_agent.reconfig.freezing import frozen_here
-from etc_agent.reconfig.observing import JobRecords, Observer
-from etc_agent.reconfig.records import Ack, Failure, FailureKind, NodeRecord, NodeState, Outcome
-from etc_agent.reconfig.surroundings import Surroundings
-from etc_agent.reconfig.view import Decision, Describe, Foresee, Policy, View, Wait, Write, is_used, uncleared
-from etc_agent.reconfig.worker_view import WorkerView
+from etc_agent.reconfig.known import parts
+from etc_agent.reconfig.known.observing import JobRecords, Observer
+from etc_agent.reconfig.known.records import Ack, Failure, FailureKind, NodeRecord, NodeState, Outcome
+from etc_agent.reconfig.known.surroundings import Surroundings
+from etc_agent.reconfig.known.view import Decision, Describe, Foresee, Policy, View, Wait, Write, is_used, uncleared
+from etc_agent.reconfig.known.worker_view import WorkerView
+from etc_agent.reconfig.loss.freezing import frozen_here
 from etc_agent.simulator.cluster.etcd import Etcd
 from etc_agent.simulator.cluster.workers import Model, Worker
 from etc_agent.state.layout import Layout

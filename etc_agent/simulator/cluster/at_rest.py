@@ -27,11 +27,9 @@ from etc_agent.control.messages import (
 )
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig import member, parts
-from etc_agent.reconfig.controls import Cordon
-from etc_agent.reconfig.freezing import frozen_here
-from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.records import (
+from etc_agent.reconfig import member
+from etc_agent.reconfig.known import parts
+from etc_agent.reconfig.known.records import (
     Ack,
     Current,
     Failure,
@@ -43,8 +41,11 @@ from etc_agent.reconfig.records import (
     Reply,
     Request,
 )
-from etc_agent.reconfig.view import Describe, Foresee, Policy, View, Wait, Write, is_used, store_of, uncleared
-from etc_agent.reconfig.worker_view import WorkerView
+from etc_agent.reconfig.known.view import Describe, Foresee, Policy, View, Wait, Write, is_used, store_of, uncleared
+from etc_agent.reconfig.known.worker_view import WorkerView
+from etc_agent.reconfig.leader import decide
+from etc_agent.reconfig.loss.freezing import frozen_here
+from etc_agent.reconfig.sizes.controls import Cordon
 from etc_agent.simulator.cluster.workers import layout_of
 from etc_agent.state.layout import Layout
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import Ack, History, NodeRecord, Reply, Request
-from etc_agent.reconfig.view import Write
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import Ack, History, NodeRecord, Reply, Request
+from etc_agent.reconfig.known.view import Write
 
 
 @dataclass

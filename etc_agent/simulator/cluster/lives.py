@@ -13,10 +13,10 @@ from random import Random
 from etc_agent.control.causes import ErrorKind
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.choose import NoConfigError
-from etc_agent.reconfig.records import FailureKind, Result
-from etc_agent.reconfig.sizing import NotDescribed, meeting
-from etc_agent.reconfig.view import View
-from etc_agent.reconfig.wanted import parse_wanted
+from etc_agent.reconfig.known.records import FailureKind, Result
+from etc_agent.reconfig.known.view import View
+from etc_agent.reconfig.sizes.sizing import NotDescribed, meeting
+from etc_agent.reconfig.sizes.wanted import parse_wanted
 from etc_agent.simulator.cluster.workers import Model
 from etc_agent.simulator.cluster.world import ETCD, World
 

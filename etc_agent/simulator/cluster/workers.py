@@ -20,8 +20,8 @@ from etc_agent.control.messages import (
 )
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.records import Failure
-from etc_agent.reconfig.worker_view import WorkerView
+from etc_agent.reconfig.known.records import Failure
+from etc_agent.reconfig.known.worker_view import WorkerView
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import Layout, LogicalTensor, Shard
 

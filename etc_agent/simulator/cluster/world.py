@@ -12,10 +12,10 @@ from itertools import permutations
 
 from etc_agent.parallel.generation import Generation
 from etc_agent.reconfig.fencing import Fencing, PeerStatus
+from etc_agent.reconfig.known.records import Outcome
+from etc_agent.reconfig.known.view import Decision, Policy, View
 from etc_agent.reconfig.leader import decide
-from etc_agent.reconfig.records import Outcome
-from etc_agent.reconfig.replicas import unheld
-from etc_agent.reconfig.view import Decision, Policy, View
+from etc_agent.reconfig.loss.replicas import unheld
 from etc_agent.simulator.cluster.agent import Agent, FencingRule, rule
 from etc_agent.simulator.cluster.etcd import Etcd
 from etc_agent.simulator.cluster.workers import Model, Worker, layout_of

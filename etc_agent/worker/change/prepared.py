@@ -10,7 +10,7 @@ import torch.distributed as dist
 from etc_agent.migration.modes import Choice
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.groups import ChangeConnections

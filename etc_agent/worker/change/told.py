@@ -22,7 +22,7 @@ from etc_agent.migration.transport.alike import Alike, gather_alike
 from etc_agent.migration.transport.wire import Wire
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
-from etc_agent.planner.classes import ManifestClass, encode_class
+from etc_agent.planner.transfers.classes import ManifestClass, encode_class
 from etc_agent.state.layout import Manifest
 from etc_agent.worker.change.crew import Crew
 from etc_agent.worker.change.state.rng import place_of

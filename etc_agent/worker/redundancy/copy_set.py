@@ -18,7 +18,7 @@ from etc_agent.integrations.json_values import decode
 from etc_agent.integrations.train_state import TrainState
 from etc_agent.migration.memory.bits import as_bits, copy_bits, finish_copies
 from etc_agent.parallel.config import Coordinate
-from etc_agent.planner.keepers import Block
+from etc_agent.planner.copies.keepers import Block
 from etc_agent.state.layout import Manifest, Shard, by_tensor, shard_around
 from etc_agent.worker.change.state.rng import stream_of
 from etc_agent.worker.change.state.user_state import own_state, rules_of

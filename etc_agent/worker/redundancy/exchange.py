@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from etc_agent.control.redundancy import Scheme
-from etc_agent.planner.keepers import Block, Piece, survival_with
-from etc_agent.planner.parity import blocks_of
+from etc_agent.planner.copies.keepers import Block, Piece, survival_with
+from etc_agent.planner.copies.parity import blocks_of
 from etc_agent.state.encoding import decode_manifest, encode_manifest
 from etc_agent.state.layout import Layout, Manifest
 from etc_agent.worker.change.exchange import gather_json

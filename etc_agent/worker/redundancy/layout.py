@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from etc_agent.migration.memory.bits import bits_at, touch
-from etc_agent.planner.keepers import Block
+from etc_agent.planner.copies.keepers import Block
 from etc_agent.state.layout import Manifest, Shard, by_tensor, shard_around
 
 _ALIGNMENT = 16

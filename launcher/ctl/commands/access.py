@@ -8,8 +8,8 @@ from etc_agent.rendezvous.keys import DEFAULT_PREFIX, JobKeys
 from launcher.ctl.contexts import read_contexts
 from launcher.ctl.exits import CtlError, Exit
 from launcher.ctl.options import output_option
-from launcher.ctl.output import Output
 from launcher.ctl.roles import AUDIENCES, role_for
+from launcher.ctl.show.output import Output
 
 
 @click.command()

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from etc_agent.reconfig.records import Reply, Result
+from etc_agent.reconfig.known.records import Reply, Result
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
-from launcher.ctl import asking
 from launcher.ctl.exits import CtlError, Exit
-from launcher.ctl.jobs import read_history
+from launcher.ctl.job import asking
+from launcher.ctl.job.jobs import read_history
 from launcher.ctl.options import (
     ANSWER_S,
     WAIT_S,
@@ -22,7 +22,7 @@ from launcher.ctl.options import (
     why_option,
     with_job,
 )
-from launcher.ctl.output import Output
+from launcher.ctl.show.output import Output
 
 _EXIT_CODES = {Result.REFUSED: Exit.FAILED, Result.RESTARTED: Exit.RESTARTED}
 """What `scale` ends with; 0 for every other answer, or none yet."""

@@ -14,9 +14,9 @@ from etc_agent.parallel.topology import Slot
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from launcher.ctl.exits import CtlError, Exit
-from launcher.ctl.jobs import Job, read_generations, read_job
+from launcher.ctl.job.jobs import Job, read_generations, read_job
 from launcher.ctl.options import output_option, with_job
-from launcher.ctl.output import Output
+from launcher.ctl.show.output import Output
 
 _LOOK_AGAIN_S = 0.2
 _STREAMS = {"stdout": ("stdout",), "stderr": ("stderr",), "both": ("stdout", "stderr")}

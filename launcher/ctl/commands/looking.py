@@ -8,13 +8,13 @@ import click
 
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
-from launcher.ctl.explaining import explain as explanation
-from launcher.ctl.facts import list_row, status_of
-from launcher.ctl.finding import run_ids
-from launcher.ctl.jobs import State, read_job, read_jobs
+from launcher.ctl.job.explaining import explain as explanation
+from launcher.ctl.job.facts import list_row, status_of
+from launcher.ctl.job.finding import run_ids
+from launcher.ctl.job.jobs import State, read_job, read_jobs
 from launcher.ctl.options import output_option, with_etcd, with_job
-from launcher.ctl.output import Output
-from launcher.ctl.screens import list_screen, status_screen
+from launcher.ctl.show.output import Output
+from launcher.ctl.show.screens import list_screen, status_screen
 
 
 @click.command("list")

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import click
 
-from etc_agent.reconfig.records import History
+from etc_agent.reconfig.known.records import History
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from launcher.ctl.exits import CtlError, Exit
-from launcher.ctl.jobs import read_history
+from launcher.ctl.job.jobs import read_history
 from launcher.ctl.options import output_option, with_job
-from launcher.ctl.output import Output
-from launcher.ctl.tables import history_table
-from launcher.ctl.times import Since
+from launcher.ctl.show.output import Output
+from launcher.ctl.show.tables import history_table
+from launcher.ctl.show.times import Since
 
 
 @click.command()

@@ -10,9 +10,9 @@ import click
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from launcher.ctl.exits import CtlError, Exit
-from launcher.ctl.jobs import read_generations, read_history, read_job
+from launcher.ctl.job.jobs import read_generations, read_history, read_job
 from launcher.ctl.options import output_option_in_full, with_job
-from launcher.ctl.output import Output
+from launcher.ctl.show.output import Output
 
 
 @click.command()

@@ -12,13 +12,13 @@ import click
 
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
-from launcher.ctl.agents import ask_agents
-from launcher.ctl.facts import status_of
-from launcher.ctl.jobs import read_job
+from launcher.ctl.job.agents import ask_agents
+from launcher.ctl.job.facts import status_of
+from launcher.ctl.job.jobs import read_job
 from launcher.ctl.options import output_option, with_job
-from launcher.ctl.output import Output
-from launcher.ctl.tables import console
-from launcher.ctl.top_screen import top_screen
+from launcher.ctl.show.output import Output
+from launcher.ctl.show.tables import console
+from launcher.ctl.show.top_screen import top_screen
 
 _AGENT_S = 1.0
 

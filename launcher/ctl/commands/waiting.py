@@ -12,11 +12,11 @@ import click
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
-from launcher.ctl.asking import following
 from launcher.ctl.exits import CtlError, Exit
-from launcher.ctl.jobs import Job, State, job_of
+from launcher.ctl.job.asking import following
+from launcher.ctl.job.jobs import Job, State, job_of
 from launcher.ctl.options import WAIT_S, output_option, with_job
-from launcher.ctl.output import Output
+from launcher.ctl.show.output import Output
 
 _STATES = (*(state.value for state in State), "ended")
 

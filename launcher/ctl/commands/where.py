@@ -8,8 +8,8 @@ import click
 
 from launcher.ctl.contexts import Context, read_contexts
 from launcher.ctl.options import output_option
-from launcher.ctl.output import Output
-from launcher.ctl.tables import plain_table
+from launcher.ctl.show.output import Output
+from launcher.ctl.show.tables import plain_table
 
 
 @click.command()

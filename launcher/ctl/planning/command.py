@@ -16,15 +16,15 @@ from rich.table import Table
 
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.topology import Node, Topology
-from etc_agent.planner.model_atoms import model_atoms
-from etc_agent.planner.placement import place_atoms
+from etc_agent.planner.placing.model_atoms import model_atoms
+from etc_agent.planner.placing.placement import place_atoms
 from etc_agent.planner.predict import Device, Training, rank_configs
 from etc_agent.simulator.summary import PlanSummary, summarise
 from etc_agent.state.model import ModelDescription
 from etc_agent.state.sharding import Sharding
 from launcher.ctl.options import output_option
-from launcher.ctl.output import Output
 from launcher.ctl.planning.plot import draw
+from launcher.ctl.show.output import Output
 
 _GROUP = re.compile(r"([0-9]+)x([0-9]+)")
 MODELS = Path(__file__).resolve().parents[2] / "models"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.ctl.report.life import Era, Life, Span
-from launcher.ctl.tables import size
-from launcher.ctl.times import length, when
+from launcher.ctl.show.tables import size
+from launcher.ctl.show.times import length, when
 
 WIDTH = 1000.0
 """Of every drawing; the page scales it."""

@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 from etc_agent.parallel.generation import Generation
-from etc_agent.reconfig.account import Account
-from etc_agent.reconfig.records import History
+from etc_agent.reconfig.known.records import History
+from etc_agent.reconfig.past.account import Account
 from launcher.ctl.exits import CtlError, Exit
-from launcher.ctl.jobs import Job
+from launcher.ctl.job.jobs import Job
 
 
 @dataclass(frozen=True, slots=True)

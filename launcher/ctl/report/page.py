@@ -9,8 +9,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from etc_agent.version import version
 from launcher.ctl.report.drawing import WIDTH, draw
 from launcher.ctl.report.life import Life
-from launcher.ctl.tables import size
-from launcher.ctl.times import length, when
+from launcher.ctl.show.tables import size
+from launcher.ctl.show.times import length, when
 
 _NAME = "page.html.j2"
 

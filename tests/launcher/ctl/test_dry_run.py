@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from etc_agent.reconfig.preview import NodePreview, PlanPreview, Preview
-from etc_agent.reconfig.records import History
+from etc_agent.reconfig.known.records import History
+from etc_agent.reconfig.sizes.preview import NodePreview, PlanPreview, Preview
 from etc_agent.rendezvous.etcd.client import EtcdClient
 from etc_agent.rendezvous.keys import JobKeys
 from etc_agent.rendezvous.mirror import Mirror

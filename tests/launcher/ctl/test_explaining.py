@@ -13,9 +13,8 @@ from etc_agent.control.messages import Frozen
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
-from etc_agent.reconfig.controls import Order
-from etc_agent.reconfig.observing import JobRecords
-from etc_agent.reconfig.records import (
+from etc_agent.reconfig.known.observing import JobRecords
+from etc_agent.reconfig.known.records import (
     Ack,
     Agreement,
     Current,
@@ -30,8 +29,9 @@ from etc_agent.reconfig.records import (
     Request,
     Result,
 )
-from launcher.ctl.explaining import explain
-from launcher.ctl.jobs import Job
+from etc_agent.reconfig.sizes.controls import Order
+from launcher.ctl.job.explaining import explain
+from launcher.ctl.job.jobs import Job
 
 GENERATION = Generation(
     3, ParallelConfig(dp=2), (Slot("a", 0), Slot("b", 0)), "s:1", previous=2, reason="asked for 2"

@@ -18,7 +18,7 @@ from etc_agent.migration.keep import KeepingMigration
 from etc_agent.migration.memory.binding import same_memory
 from etc_agent.migration.memory.bits import as_bits, copy_bits
 from etc_agent.migration.memory.shared import SharedMemory
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.layout import Shard
 from etc_agent.torch_private.dtensors import local_part
 from etc_agent.worker.live import LiveGeneration

@@ -15,7 +15,7 @@ from etc_agent.migration.modes import Choice
 from etc_agent.migration.own_plan import Change, OwnPlan, plan_to_keep, plan_to_release
 from etc_agent.migration.release import ReleasingMigration
 from etc_agent.migration.transport.wire import Wire
-from etc_agent.planner.plan import MigrationPlan
+from etc_agent.planner.transfers.plan import MigrationPlan
 from etc_agent.state.layout import Manifest, Shard
 from etc_agent.worker.change.modes.keeping import Keeping, allocate
 from etc_agent.worker.change.modes.mode import Mode
