@@ -50,7 +50,7 @@ test: setup lint
 	$(BIN)/python -m pytest -q -rs -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 test-long: setup
-	$(BIN)/python -m pytest -q -rs -m long
+	$(BIN)/python -m pytest -q -rs -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder -m long
 
 test-stacks: $(STACKS_STAMP)
 	PATH="$(abspath $(STACKS_BIN)):$$PATH" $(STACKS_BIN)/python -m pytest -q -rs -m stacks

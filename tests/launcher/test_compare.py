@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.launcher.compare import compare, documented, table
 from tests.launcher.comparison.cases import CASES, DIFFERENCES
 
 
+@pytest.mark.long
 def test_every_difference_from_torchrun_is_listed_and_the_documented_table_is_true() -> None:
     comparisons = compare(CASES)
     unlisted = [line for comparison in comparisons for line in comparison.unlisted()]

@@ -46,6 +46,7 @@ def last_step(folder: Path) -> int:
     return max(line["step"] for line in steps_of(folder))
 
 
+@pytest.mark.long
 def test_behind_an_etcd_with_half_a_second_of_round_trip_a_job_starts_and_scales(
     tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from etc_agent.rendezvous.private.server import EtcdServer
 
-METHODS = ["spawn", "fork", "forkserver"]
+METHODS = ["spawn", "fork", pytest.param("forkserver", marks=pytest.mark.long)]
 TIMEOUT_S = 90.0
 
 SCRIPT = r"""

@@ -28,6 +28,7 @@ def started(tmp_path: Path, cleanup: Cleanup, full: str, model: str = "gpt", **e
     return run
 
 
+@pytest.mark.long
 def test_planned_changes_alone_are_as_the_replay_of_them(tmp_path: Path, cleanup: Cleanup) -> None:
     run = started(tmp_path, cleanup, "PP2TP1DP2")
     for config in ("PP3TP1DP1", "PP2TP1DP2"):
@@ -40,6 +41,7 @@ def test_planned_changes_alone_are_as_the_replay_of_them(tmp_path: Path, cleanup
     assert [leg.config for leg in legs] == ["PP2TP1DP2", "PP3TP1DP1", "PP2TP1DP2"]
 
 
+@pytest.mark.long
 def test_deaths_in_a_divided_vote_and_in_a_switch_cost_the_survivors_nothing_but_that_step(
     tmp_path: Path, cleanup: Cleanup
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import TINY_JOB, Etcd, EtcRun, standalone, steps_of, wait_for_more_steps, wait_for_step, wait_until
 
@@ -112,6 +113,7 @@ def events_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_every_number_is_that_of_the_history_over_a_change_a_drain_and_a_failure(
     tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from running import TINY_JOB, EtcRun, etcd_of, standalone, steps_of, wait_for_step, wait_for_workers, wait_until
 
 from etc_agent.rendezvous.private.server import EtcdServer
@@ -146,6 +147,7 @@ def test_two_nodes_that_are_told_to_leave_one_after_the_other_write_one_checkpoi
     assert check(path).step == steps_of(log)[-1]["step"] + 1
 
 
+@pytest.mark.long
 def test_a_job_changes_size_while_checkpoints_are_written_all_the_time(tmp_path: Path, cleanup: Cleanup) -> None:
     folder, log = tmp_path / "saved", tmp_path / "log"
     started = cleanup(job(tmp_path, log, "PP1TP1DP2", "every_steps: 1"))

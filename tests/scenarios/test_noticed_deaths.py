@@ -61,7 +61,10 @@ def test_an_agent_that_is_killed_alone_is_replaced_long_before_its_lease_ends(
     victim.assert_nothing_left()
 
 
-@pytest.mark.parametrize("is_whole_tree", [False, True], ids=["with its guardian", "with all that it started"])
+@pytest.mark.parametrize(
+    "is_whole_tree", [False, pytest.param(True, marks=pytest.mark.long)],
+    ids=["with its guardian", "with all that it started"],
+)
 def test_where_nobody_is_left_to_testify_the_lease_has_to_run_out(
     tmp_path: Path, cleanup: Cleanup, etcd_server: EtcdServer, *, is_whole_tree: bool
 ) -> None:

@@ -80,8 +80,8 @@ def _said(etcd: Etcd) -> str:
     "case",
     [
         Case("peer", 2, "PP2TP2DP1", whole_node=True),
-        Case("peer", 2, "PP2TP2DP1", whole_node=False),
-        Case("parity", 3, "PP3TP1DP1", whole_node=True),
+        pytest.param(Case("peer", 2, "PP2TP2DP1", whole_node=False), marks=pytest.mark.long),
+        pytest.param(Case("parity", 3, "PP3TP1DP1", whole_node=True), marks=pytest.mark.long),
     ],
     ids=["a node", "a worker", "a node of three with parity"],
 )

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from running import ROOT, TINY_JOB, EtcRun, etcd_of, standalone, wait_for_step, wait_for_workers
 
 Cleanup = Callable[[EtcRun], EtcRun]
@@ -45,6 +46,7 @@ def test_a_joiner_that_crashes_costs_a_pause_and_not_the_request(tmp_path: Path,
     assert etcd.get("current")["restarts"] == 0
 
 
+@pytest.mark.long
 def test_a_size_that_is_reached_by_a_restart_is_not_called_done(tmp_path: Path, cleanup: Cleanup) -> None:
     fault = {"die_midway": 1, "after": 0.5}
     job = cleanup(tiny(tmp_path, fault, 3, "--parallel", "PP2TP1DP1", "--max-restarts", 1))

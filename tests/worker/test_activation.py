@@ -61,15 +61,15 @@ def check_against_simulation(steps: list[dict[str, Any]]) -> None:
     expected = simulated({line["step"]: line["dp"] for line in steps})
     for line in steps:
         weight, mean = expected[line["step"]]
-        torch.testing.assert_close(torch.tensor(line["weight"], dtype=torch.float64), weight, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(line["weight"], dtype=torch.float64), weight, rtol=1e-5, atol=1e-5)
         if line["rank"] == 0:
-            torch.testing.assert_close(torch.tensor(line["mean"], dtype=torch.float64), mean, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(torch.tensor(line["mean"], dtype=torch.float64), mean, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "fault", [
         {"migration": "keep", "counts": True, "comm_hook": True, "evaluates": True},
-        {"migration": "release", "keeps_old": True, "as_bucket_view": True},
+        pytest.param({"migration": "release", "keeps_old": True, "as_bucket_view": True}, marks=pytest.mark.long),
     ], ids=["keep", "release, and the script keeps old wrappers"],
 )
 def test_wrapped_models_train_on_as_if_the_job_had_always_had_its_size(fault: dict[str, Any], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from mini_agent import MiniAgent
 from etc_agent.worker.data.epochs import Epochs
 
 
+@pytest.mark.long
 def test_every_step_takes_its_global_batch_once_and_the_loss_is_that_of_one_worker(tmp_path: Path) -> None:
     with MiniAgent(tmp_path, job="loader_job", pause_s=0.02) as agent:
         agent.start("DP2")

@@ -69,6 +69,7 @@ def test_an_extra_that_cannot_be_read_on_one_rank_is_a_warning_and_no_rank_waits
         assert set(agent.finish().values()) == {0}
 
 
+@pytest.mark.long
 def test_a_change_of_size_neither_waits_for_a_checkpoint_nor_tears_it(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     fault = {"checkpoint": {"folder": str(folder), "every_steps": 10, "keep": 100}, "slow_flush_s": 0.7}

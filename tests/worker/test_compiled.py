@@ -49,8 +49,8 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ({}, ("DP1", "DP2", "DP1"), True),
         pytest.param({"in_place": True}, ("DP1", "DP2", "DP1"), True, marks=pytest.mark.long),
-        ({"kind": "tp"}, ("TP2", "TP2DP2", "TP2"), False),
-        ({"kind": "fsdp"}, ("DP2", "DP3", "DP2"), False),
+        pytest.param({"kind": "tp"}, ("TP2", "TP2DP2", "TP2"), False, marks=pytest.mark.long),
+        pytest.param({"kind": "fsdp"}, ("DP2", "DP3", "DP2"), False, marks=pytest.mark.long),
     ], ids=["whole", "in place", "tensor parallel", "fully sharded"],
 )
 def test_compiled_models_train_on_over_changes(

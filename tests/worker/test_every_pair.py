@@ -55,6 +55,7 @@ def test_the_short_walk_takes_every_config_twice_and_no_pair_twice() -> None:
         assert all(ends.count(node) >= 2 for node in range(len(CONFIGS)))
 
 
+@pytest.mark.long
 def test_changes_into_and_out_of_every_config_on_four_workers_keep_every_bit(tmp_path: Path) -> None:
     check_walk([CONFIGS[index] for index in short_walk(len(CONFIGS))], tmp_path)
 

@@ -17,7 +17,8 @@ SIZES = ("DP3", "DP2", "DP4", "DP1", "DP3", "DP4", "DP2")
 
 
 @pytest.mark.parametrize(
-    ("evaluates", "sizes"), [(False, SIZES * 2), (True, SIZES)], ids=["training", "evaluating between steps"]
+    ("evaluates", "sizes"), [pytest.param(False, SIZES * 2, marks=pytest.mark.long), (True, SIZES)],
+    ids=["training", "evaluating between steps"],
 )
 def test_an_fsdp2_job_changes_its_size_while_it_trains_without_one_refusal(
     tmp_path: Path, evaluates: bool, sizes: tuple[str, ...]

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
 from mini_agent import NODE, MiniAgent
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -65,6 +66,7 @@ def test_in_release_mode_the_present_values_move_too(tmp_path: Path) -> None:
         assert set(agent.finish().values()) == {0}
 
 
+@pytest.mark.long
 def test_a_change_that_is_voted_down_leaves_every_bit_of_the_old_generation(tmp_path: Path) -> None:
     """Judged by a job that is not changed, and does the same to its tensors after the same step."""
     changed, alone = tmp_path / "changed", tmp_path / "alone"

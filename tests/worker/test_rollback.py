@@ -60,7 +60,7 @@ def applied(lines: list[Line], back_to: int) -> list[Line]:
         ("peer", "gpt", "PP2", "PP2", (0, 2), Death(1, "backward")),
         pytest.param("peer", "gpt", "PP2TP2", "PP3", (1, 2, 3), Death(0, "in_optimizer"), marks=pytest.mark.long),
         ("peer", "fsdp", "DP3", "DP2", (0, 2), Death(1, "forward")),
-        ("parity", "gpt", "PP3", "PP2", (0, 2), Death(1, "in_optimizer")),
+        pytest.param("parity", "gpt", "PP3", "PP2", (0, 2), Death(1, "in_optimizer"), marks=pytest.mark.long),
         pytest.param("parity", "fsdp", "DP3", "DP2", (1, 2), Death(0, "forward"), marks=pytest.mark.long),
         pytest.param("parity", "gpt", "PP2TP2", "PP3", (0, 1, 2), Death(3, "backward"), marks=pytest.mark.long),
     ],
@@ -100,6 +100,7 @@ def test_a_worker_that_dies_while_it_sends_its_copy_leaves_the_set_before_it(tmp
         ends_as_if_undisturbed(agent, agreed.step, tmp_path / "replay", "gpt")
 
 
+@pytest.mark.long
 def test_another_loss_before_the_recovery_sends_all_back_again(tmp_path: Path) -> None:
     with job_with_copies(tmp_path / "job", "gpt") as agent:
         agent.start("PP2TP2")

@@ -17,6 +17,7 @@ from etc_agent.control.messages import Armed, Prepare, Prepared, Raised, Refused
 from etc_agent.parallel.config import ParallelConfig
 from etc_agent.parallel.generation import Generation
 from etc_agent.parallel.topology import Slot
+from etc_agent.state.encoding import decode_layout
 
 JOB = str(Path(__file__).with_name("tiny_job.py"))
 
@@ -152,8 +153,9 @@ def test_describing_a_config_gives_its_layout_or_the_models_own_reason(tmp_path:
         agent.start("PP2")
         described = agent.describe(slot(0), "PP2TP2DP2")
         assert described.layout is not None
-        assert len(described.layout["ranks"]) == 8
-        names = {name for name, *_ in described.layout["tensors"]}
+        layout = decode_layout(described.layout)
+        assert len(layout) == 8
+        names = {shard.tensor.name for manifest in layout for shard in manifest}
         assert {"model.layers.0.up.weight", "optimizer.layers.4.down.bias.exp_avg"} <= names
         refused = agent.describe(slot(0), "TP5")
         assert (refused.layout, refused.kind) == (None, ErrorKind.MODEL)

@@ -25,7 +25,7 @@ def committed() -> Step:
 def test_a_lost_connection_between_two_steps_is_told_where_collectives_belong() -> None:
     advice = committed().advice(LOST)
     assert "outside of `with step`, near step 14" in advice
-    assert "after step.commit() for an evaluation" in advice
+    assert "session.guarded()" in advice
 
 
 def test_an_error_of_the_script_or_of_the_step_itself_has_no_such_advice() -> None:

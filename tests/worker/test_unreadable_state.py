@@ -10,7 +10,7 @@ from mini_agent import MiniAgent
 from etc_agent.control.messages import Armed, Hello, Prepared, Refused
 
 
-@pytest.mark.parametrize(("extra", "rank"), [("notes", 0), ("own", 1)])
+@pytest.mark.parametrize(("extra", "rank"), [pytest.param("notes", 0, marks=pytest.mark.long), ("own", 1)])
 @pytest.mark.parametrize("migration", ["keep", "release"])
 def test_a_state_dict_that_raises_votes_the_change_down_with_its_reason(
     extra: str, rank: int, migration: str, tmp_path: Path
