@@ -226,7 +226,7 @@ class Leadership:
         progress = self._workers.progress()
         goodput = records.goodput or Goodput(time.time())
         if progress is not None:
-            goodput = goodput.at(time.time(), progress.step, progress.step_s)
+            goodput = goodput.at(time.time(), progress.generation, progress.step, progress.step_s)
         status: dict[str, object] = {
             "generation": committed.id,
             "config": str(committed.config),

@@ -76,18 +76,25 @@ def test_a_recovery_in_place_is_no_planned_stop() -> None:
 
 
 def test_steps_count_once_and_a_new_leader_goes_on_from_what_the_one_before_wrote() -> None:
-    goodput = Goodput(since=100.0).at(100.0, 40, 1.0)
+    goodput = Goodput(since=100.0).at(100.0, 1, 40, 1.0)
     assert goodput.trained_s == 0.0, "a job that starts at step 40 has not trained 40 steps"
-    goodput = goodput.at(110.0, 45, 1.0)
+    goodput = goodput.at(110.0, 1, 45, 1.0)
     goodput = Goodput.from_json(json.loads(json.dumps(goodput.to_json())))
-    assert goodput.at(130.0, 42, 1.0).trained_s == 5.0, "after a restart from step 40"
-    again = goodput.at(130.0, 42, 1.0).at(135.0, 43, 1.0).at(140.0, 47, 2.0)
+    assert goodput.at(130.0, 2, 42, 1.0).trained_s == 5.0, "after a restart from step 40"
+    again = goodput.at(130.0, 2, 42, 1.0).at(135.0, 2, 43, 1.0).at(140.0, 2, 47, 2.0)
     assert (again.trained_s, again.life_s(140.0)) == (9.0, 40.0)
     assert again.redone == 3
 
 
+def test_a_new_leader_whose_worker_told_its_step_earlier_has_not_gone_back() -> None:
+    goodput = Goodput(since=100.0).at(100.0, 1, 40, 1.0).at(110.0, 1, 45, 1.0)
+    assert goodput.at(111.0, 1, 42, 1.0) == goodput
+    later = goodput.at(120.0, 2, 47, 1.0).at(121.0, 1, 46, 1.0)
+    assert (later.redone, later.trained_s) == (0, 7.0)
+
+
 def test_no_job_trains_for_longer_than_it_lives() -> None:
-    goodput = Goodput(since=100.0).at(100.0, 0, 1.0).at(103.0, 10, 7.0)
+    goodput = Goodput(since=100.0).at(100.0, 1, 0, 1.0).at(103.0, 1, 10, 7.0)
     assert goodput.trained_s == 3.0
-    assert goodput.at(90.0, 11, 1.0).trained_s == 3.0, "another node's clock is behind"
+    assert goodput.at(90.0, 1, 11, 1.0).trained_s == 3.0, "another node's clock is behind"
     assert goodput.life_s(90.0) == 3.0
