@@ -94,7 +94,7 @@ class Bench:
         return {"torchft_dp_s": median(times), "torchft_dp_worst_s": most(times)}
 
     def dp_demo(self) -> Result:
-        lost = self._losses("dp-demo", PURE, DP_PLACES, [DEMO, *self._model, "--global-batch=24"])
+        lost = self._losses("dp-demo", PURE, DP_PLACES, [DEMO, *self._model, "--global-batch=48"])
         times = [each.next_step_s for each in lost]
         return {"recovery_dp_demo_s": median(times), "recovery_dp_demo_worst_s": most(times)}
 
