@@ -37,7 +37,7 @@ def simulated(dp_of: dict[int, int]) -> dict[int, tuple[torch.Tensor, torch.Tens
     computed by one process with plain modules."""
     torch.manual_seed(job.SEED)
     model, data, found = job.Net(), job.Samples(), {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = job.optimizer_of(model)
     for step, dp in sorted(dp_of.items()):
         share = job.GLOBAL_BATCH // dp
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -61,9 +61,9 @@ def check_against_simulation(steps: list[dict[str, Any]]) -> None:
     expected = simulated({line["step"]: line["dp"] for line in steps})
     for line in steps:
         weight, mean = expected[line["step"]]
-        torch.testing.assert_close(torch.tensor(line["weight"], dtype=torch.float64), weight, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(line["weight"], dtype=torch.float64), weight, rtol=1e-9, atol=1e-9)
         if line["rank"] == 0:
-            torch.testing.assert_close(torch.tensor(line["mean"], dtype=torch.float64), mean, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(line["mean"], dtype=torch.float64), mean, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
