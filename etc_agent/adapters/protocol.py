@@ -86,7 +86,12 @@ class Adapter(Protocol):
         """Whether `start_values` needs the unsharded model."""
 
     def whole(self, parallel: ParallelContext) -> WholeModel:
-        """The unsharded model as its constructors make it on the default device; called where `takes_module_values`."""
+        """The unsharded model as its constructors make it on the default device; called where values or buffers are
+        taken from it.
+
+        Raises:
+            EtcError: constructors of this stack make no such model.
+        """
 
     def start_values(self, state: TrainState, device: torch.device, whole: WholeModel | None) -> int:
         """Give a newly built state the values that the job starts with. Returns the first step."""

@@ -122,7 +122,7 @@ class Megatron:
         return False
 
     def whole(self, parallel: ParallelContext) -> WholeModel:
-        raise NotImplementedError
+        raise EtcError("Megatron's constructors give each rank the values of its own part: there is no whole model")
 
     def start_values(self, state: TrainState, device: torch.device, whole: WholeModel | None) -> int:
         """What Megatron's constructors computed, then `TrainState.init`, if it is a function."""
