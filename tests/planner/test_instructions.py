@@ -103,6 +103,25 @@ def test_replicas_that_come_and_go_on_several_nodes_with_streams_of_their_own(fo
             )
 
 
+spans = st.tuples(st.integers(0, 11), st.integers(1, 12)).map(lambda span: (span[0], min(span[1], 12 - span[0])))
+
+
+@given(st.lists(spans, min_size=1, max_size=4), st.lists(spans, min_size=1, max_size=3), st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_so_are_they_where_holders_overlap_in_any_way(held, needed, forwarding, grouped):
+    tensor = LogicalTensor("w", (12, 1 << 18), "float32", 4)
+
+    def shard(span: tuple[int, int]) -> Manifest:
+        return (Shard(tensor, Box((span[0], 0), (span[1], 1 << 18))),)
+
+    old = [*map(shard, held), *[()] * len(needed)]
+    new = [*[()] * len(held), *map(shard, needed)]
+    nodes = [worker // 2 if grouped else worker for worker in range(len(old))]
+    assert_own_parts_are_the_plan(
+        old, new, nodes, round_bytes=8 << 20, round_transfers=1024, forwarding=forwarding
+    )
+
+
 def test_workers_with_equal_manifests_share_a_class_also_where_each_has_a_tensor_of_its_own():
     tensor = LogicalTensor("w", (4,), "float32", 4)
     streams = [LogicalTensor(f"rng.dp{rank}", (16,), "uint8", 1) for rank in range(3)]

@@ -45,7 +45,8 @@ def make_plan(
 
     A worker that joins, or whose state is lost, has an empty previous manifest; one that leaves an empty current one.
     `round_bytes`: most bytes that one worker sends, and most that it receives, in one round. `round_transfers`: most
-    transfers that one worker takes part in per round. A round of single elements may exceed both. `nodes`: worker ->
+    transfers that one worker takes part in per round, as far as its regions (`transfers.rounds`) and the workers that
+    one holder serves are not more than that. A round of single elements may exceed both. `nodes`: worker ->
     number of its node; a source on the receiver's own node is preferred, and nodes send equal parts. By default every
     worker is on a node of its own. `budget_bytes`: most bytes of state that a worker may hold at any time, in
     ``release`` mode (`transfers.memory`). `forwarding`: receivers of the same box pass it on to each other, for

@@ -20,6 +20,7 @@ import numpy as np
 from etc_agent.planner.transfers.demands import Demand, Workers
 from etc_agent.planner.transfers.plan import Transfer
 from etc_agent.planner.transfers.routes import Legs, Routes
+from etc_agent.planner.transfers.shares import shares
 from etc_agent.state.algebra import split_box
 from etc_agent.state.boxes import Box
 from etc_agent.state.layout import LogicalTensor
@@ -59,6 +60,10 @@ class Kind:
 
     def __init__(self, demands: Sequence[Demand], itemsize: int, node_of: Workers, *, forwarding: bool) -> None:
         self._demands = [(demand, Routes(demand, node_of, forwarding=forwarding)) for demand in demands]
+        divided = shares(demands, [routes.num_sent for _, routes in self._demands])
+        for (demand, routes), share in zip(self._demands, divided, strict=True):
+            if share is not None:
+                routes.divide(demand.holders, share)
         self._itemsize = itemsize
         self._cuts: dict[tuple[int, int, int], Cut] = {}
         self.depth = max((routes.depth for _, routes in self._demands), default=0)

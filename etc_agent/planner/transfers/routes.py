@@ -2,7 +2,8 @@
 
 A box is cut into chunks. A needer on a node with a holder gets its chunks from the holders there, in turn. The other
 chunks are laid in one line and dealt to the nodes that hold the box, in turn, and on a node to its holders in turn. The
-line goes on from tensor to tensor (*rotation*), so that small tensors are dealt evenly, too.
+line goes on from tensor to tensor (*rotation*), so that small tensors are dealt evenly, too. Where holders are to send
+unequal shares (`shares`), each gets a stretch of the line instead.
 
 With forwarding a chunk enters each node without a holder once. These nodes form a forest: as many roots as there are
 nodes with holders, each root served by another of them, and every node passes the chunk on to at most two. Inside a
@@ -23,6 +24,8 @@ from etc_agent.planner.transfers.demands import Demand, Workers
 
 CHUNK_BYTES = 1 << 20
 """Smaller boxes are not cut to balance the load: a further message would cost more than it saves."""
+_PER_STRETCH = 8
+"""Chunks for each holder where holders send unequal shares: so finely are these met."""
 _MOST_ROTATIONS = 4
 """So many different rotations at most: what they balance is the sending of small tensors."""
 
@@ -42,6 +45,7 @@ class Routes:
     """The legs of one demand. `node_of`: worker -> node, (workers,).
 
     Attributes:
+        num_sent: how often the box leaves its holders for other nodes.
         depth: of the deepest leg.
         period: rotations are counted modulo this.
     """
@@ -52,11 +56,13 @@ class Routes:
         near = [node for node in needers if node in holders]
         self._near = tuple(_Table([of[node] for node in near]) for of in (needers, holders)) if near else ()
         self._holders = _Table(list(holders.values()))
+        self._stretches: _Stretches | None = None
         remote = [workers for node, workers in needers.items() if node not in holders]
         self._far = np.sort(np.concatenate(remote)) if remote and not forwarding else np.empty(0, dtype=np.int64)
         self._remote = _Table(remote) if remote and forwarding else None
         self._forest = _Forest(len(holders), len(remote)) if self._remote is not None else None
         self._num_ways = len(demand.holders) + (len(demand.needers) - 1 if forwarding else 0)
+        self.num_sent = min(len(holders), len(remote)) if forwarding else len(self._far)
         self.depth = 0
         sizes = [len(holders), *map(len, (*holders.values(), *needers.values()))]
         if self._remote is not None and self._forest is not None:
@@ -64,9 +70,15 @@ class Routes:
             sizes.append(len(remote))
         self.period = min(len(holders) * lcm(*sizes), _MOST_ROTATIONS)
 
+    def divide(self, workers: Workers, share: Workers) -> None:
+        """Let the holders, `workers`, send unequal shares to other nodes. `share`: in any unit, (workers,)."""
+        if share.any():
+            self._stretches = _Stretches(workers, share)
+
     def num_chunks(self, size_bytes: int) -> int:
         """Into how many chunks a box of this size is cut, so that all who can send take part."""
-        return -(-size_bytes // max(CHUNK_BYTES, -(-size_bytes // max(1, self._num_ways))))
+        ways = max(1, self._num_ways) * (_PER_STRETCH if self._stretches is not None else 1)
+        return -(-size_bytes // max(CHUNK_BYTES, -(-size_bytes // ways)))
 
     def legs(self, num_chunks: int, rotation: int) -> Legs:
         """All legs, for a box that is cut into `num_chunks`."""
@@ -81,7 +93,10 @@ class Routes:
             yield self._on_nodes(needers, holders, num_chunks, rotation)
         if len(self._far):
             line, chunk, target = _line(num_chunks, self._far, rotation)
-            yield Legs(self._holders.deal(line), target, chunk, np.zeros_like(chunk))
+            place = np.arange(len(line))
+            stretches = self._stretches
+            source = self._holders.deal(line) if stretches is None else stretches.at(place, len(line))
+            yield Legs(source, target, chunk, np.zeros_like(chunk))
         if self._remote is not None and self._forest is not None:
             yield self._forwarded(self._remote, self._forest, num_chunks, rotation)
 
@@ -101,8 +116,12 @@ class Routes:
         position = (nodes - turn) % len(nodes)
         root = position < forest.num_roots
         parent = np.take_along_axis(first, (forest.parent[position] + turn) % len(nodes), axis=1)
-        holder = self._holders.at((np.where(root, position, 0) + turn) % len(self._holders.sizes),
-                                  turn // len(self._holders.sizes))
+        at_root = np.where(root, position, 0)
+        if self._stretches is None:
+            holder = self._holders.at((at_root + turn) % len(self._holders.sizes), turn // len(self._holders.sizes))
+        else:
+            place = np.arange(num_chunks)[:, None] * forest.num_roots + at_root
+            holder = self._stretches.at(place, num_chunks * forest.num_roots)
         into_node = np.where(root, holder, parent)
         member = np.arange(remote.rows.shape[1])
         place = (member - turn[:, :, None]) % remote.sizes[:, None]
@@ -136,6 +155,19 @@ class _Table:
 
     def at(self, node: Workers, turn: Workers) -> Workers:
         found: Workers = self.rows[node, turn % self.sizes[node]]
+        return found
+
+
+class _Stretches:
+    """Workers that each get a stretch of a line, in proportion to their shares."""
+
+    def __init__(self, workers: Workers, share: Workers) -> None:
+        self._workers, self._ends = workers, np.cumsum(share)
+
+    def at(self, place: Workers, length: int) -> Workers:
+        """The worker at each place of a line of this length."""
+        middle = (2 * place + 1) * self._ends[-1] // (2 * length)
+        found: Workers = self._workers[np.searchsorted(self._ends, middle, side="right")]
         return found
 
 
