@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from etc_agent.parallel.config import ParallelConfig
 from etc_agent.planner.errors import MissingSourceError, PlanError
 from etc_agent.planner.transfers.classes import Side
 from etc_agent.planner.transfers.instructions import Instructor
 from etc_agent.planner.transfers.migration import make_plan
 from etc_agent.state.boxes import Box, whole
 from etc_agent.state.layout import LogicalTensor, Manifest, Shard
+from etc_agent.state.model import ModelDescription, StateKind
 from etc_agent.state.sharding import Sharding, refusal
 from tests.planner.test_properties import configs, models
+
+MODEL = ModelDescription(
+    "m", num_layers=4, hidden=8, num_heads=4, num_kv_heads=2, vocab=13, ffn_hidden=6, vocab_multiple=2, gated=True,
+    kinds=(StateKind("model", "bfloat16", 2, sharded=False), StateKind("optimizer.exp_avg", "float32", 4)),
+)
 
 
 def assert_own_parts_are_the_plan(
@@ -152,3 +160,16 @@ def test_contradicting_manifests_are_refused():
     ]:
         with pytest.raises(PlanError, match=message):
             Instructor(0, Side.of([old]), Side.of([new]), old, new, [0], forwarding=False)
+
+
+@pytest.mark.parametrize("forwarding", [False, True])
+def test_holders_of_one_part_send_equally_much(forwarding):
+    model = replace(MODEL, hidden=64, num_heads=4, ffn_hidden=96)
+    old, new = (Sharding(model, ParallelConfig(dp=dp)).layout() for dp in (4, 12))
+    previous, current = Side.of([*old, *[()] * 8]), Side.of(new)
+    sent = []
+    for worker in range(4):
+        own = Instructor(worker, previous, current, old[worker], new[worker], range(12), forwarding=forwarding)
+        plan = own.plan(1 << 20, 1024, own.num_regions, "digest")
+        sent.append(sum(t.num_bytes for each in plan.rounds for t in each if t.source == worker))
+    assert max(sent) <= 1.05 * min(sent)
